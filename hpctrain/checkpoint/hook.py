@@ -11,7 +11,6 @@ from typing import Any
 
 from hpctrain.checkpoint.contents import FIRST_STEPS, Contents, verify_replicated
 from hpctrain.checkpoint.copies import Copies
-from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.checkpoint.initial import load_initial
 from hpctrain.checkpoint.initial_match import WeightSource, listed
 from hpctrain.checkpoint.object_state import restore
@@ -22,7 +21,7 @@ from hpctrain.checkpoint.reporter import Reporter, not_used
 from hpctrain.checkpoint.resume import RunFolder, changes, resume
 from hpctrain.checkpoint.save_schedule import SaveSchedule
 from hpctrain.checkpoint.saver import Saver, SaveResult
-from hpctrain.checkpoint.store import CheckpointStore, compare_model, open_saver
+from hpctrain.checkpoint.store import CheckpointStore, best_steps, compare_model, open_saver
 from hpctrain.checkpoint.tiers import Tiers, open_tiers
 from hpctrain.comm.world import World
 from hpctrain.config.sections import CheckpointConfig
@@ -286,17 +285,3 @@ def writers(mode: str, world: World) -> list[int]:
     if mode == "one":
         return [0]
     return [rank for rank, local_rank in enumerate(local_ranks) if mode == "all" or local_rank == 0]
-
-
-def best_steps(store: CheckpointStore) -> set[int]:
-    """The newest checkpoint marked best, and newer ones that cannot be read and may be it; empty except on rank 0."""
-    found: set[int] = set()
-    for step in reversed(store.steps()) if store.group.rank == 0 else ():
-        try:
-            if store.manifest(step).meta.get("best"):
-                return found | {step}
-        except DamagedCheckpoint:
-            continue
-        except (UnreadableCheckpoint, UserError):
-            found.add(step)
-    return found

@@ -15,7 +15,7 @@ from hpctrain.checkpoint.reading import Loaded
 from hpctrain.checkpoint.resume_compat import is_accepted
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError, foreign_errors
-from hpctrain.tasks.user_errors import own_line, words
+from hpctrain.system.user_errors import own_line, words
 from hpctrain.train.state import Placement, StateTensor
 from hpctrain.train.stateful import HOOKS, STATE, Kept, Splits, value_of
 from hpctrain.train.tree import Leaves, tree_value

@@ -22,7 +22,7 @@ from hpctrain.checkpoint.read_retry import FINAL, patiently, read_among
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from hpctrain.run.folder import name_of_step, step_named
-from hpctrain.tasks.user_errors import own_line, words
+from hpctrain.system.user_errors import own_line, words
 from hpctrain.train.saved_arrays import HeldArrays, SavedArrays, merge, require_inside
 from hpctrain.train.stateful import STATE
 from hpctrain.train.tree import STRUCTURE
@@ -166,7 +166,7 @@ def opened(path: Path, step: int) -> Iterator[Loaded]:
     manifest = read_manifest(folder, step, alone)
     candidate = LoadCandidate(folder, manifest, alone, alone)
     own = candidate.own_state(check_rest)
-    with closing(Contents(folder, manifest, candidate.own_rank, own.merged, patiently)) as contents:
+    with closing(LoadedArrays(folder, manifest, candidate.own_rank, own.merged, patiently)) as contents:
         yield candidate.loaded(contents, own.of_ranks)
 
 
@@ -238,7 +238,7 @@ class LoadCandidate:
         mine: Exception | None = None
         problem: tuple[str, str, str] | None = None
         kept: Mapping[str, NDArray[Any]] = {}
-        with closing(Contents(self.folder, self.manifest, self.own_rank, own.merged)) as contents:
+        with closing(LoadedArrays(self.folder, self.manifest, self.own_rank, own.merged)) as contents:
             view = self.loaded(contents, own.of_ranks)
             try:
                 kept = use(view)
@@ -328,7 +328,7 @@ def take(shard: layout.Shard, image: NDArray[np.uint8], arrays: Arrays, of_ranks
             of_ranks.setdefault(tensor.name, {})[tensor.rank] = view.copy()
 
 
-class Contents(SavedArrays):
+class LoadedArrays(SavedArrays):
     """A checkpoint's arrays by name, bfloat16 as uint16; each access reads the file again. Close it after use.
 
     Args:

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from hpctrain.checkpoint.checkpoint_folder import CheckpointFolder, no_fence
 from hpctrain.checkpoint.export import MODEL
+from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.checkpoint.format.shard import host_buffer
 from hpctrain.checkpoint.object_state import restore
 from hpctrain.checkpoint.policy import KEEP_ALL, Retention
@@ -227,3 +228,17 @@ def load_weights(
     compare_model(framework, loaded, everyone, accepted)
     restore(state, loaded, framework.facts.leaves, store.peers, accepted=["state"])
     return loaded
+
+
+def best_steps(store: CheckpointStore) -> set[int]:
+    """The newest checkpoint marked best, and newer ones that cannot be read and may be it; empty except on rank 0."""
+    found: set[int] = set()
+    for step in reversed(store.steps()) if store.group.rank == 0 else ():
+        try:
+            if store.manifest(step).meta.get("best"):
+                return found | {step}
+        except DamagedCheckpoint:
+            continue
+        except (UnreadableCheckpoint, UserError):
+            found.add(step)
+    return found

@@ -20,7 +20,7 @@ from hpctrain.system.quantities import positive, size
 if TYPE_CHECKING:
     import numpy as np
 
-    from hpctrain.data.packing.pack_source import Source
+    from hpctrain.data.packing.pack_source import PackSource
     from hpctrain.data.packing.resumable_file import Ranks
 
 MOST_CHARACTERS = 80
@@ -146,7 +146,7 @@ def pack(args: argparse.Namespace, ranks: Ranks) -> int:
     return ExitCode.DONE
 
 
-def show_packed(args: argparse.Namespace, source: Source, dtypes: Mapping[str, np.dtype[Any]]) -> None:
+def show_packed(args: argparse.Namespace, source: PackSource, dtypes: Mapping[str, np.dtype[Any]]) -> None:
     """Prints what was packed."""
     arrays = [
         {"name": name, "dtype": dtypes.get(name, field.dtype).name, "shape": list(field.shape)}
@@ -160,7 +160,7 @@ def show_packed(args: argparse.Namespace, source: Source, dtypes: Mapping[str, n
 
 
 @contextlib.contextmanager
-def opened_source(args: argparse.Namespace, ranks: Ranks) -> Iterator[Source]:
+def opened_source(args: argparse.Namespace, ranks: Ranks) -> Iterator[PackSource]:
     """Opens the data to pack."""
     from hpctrain.data.packing.pack_source import parse_fields
     from hpctrain.data.packing.read import kind_of, open_source
@@ -252,7 +252,7 @@ def parse_size(text: str | None) -> tuple[int, int] | None:
     return int(match[1]), int(match[2])
 
 
-def parse_dtypes(texts: Sequence[str], source: Source) -> dict[str, np.dtype[Any]]:
+def parse_dtypes(texts: Sequence[str], source: PackSource) -> dict[str, np.dtype[Any]]:
     """Returns the dtype of each array that ``--dtype`` changes."""
     import numpy as np
 

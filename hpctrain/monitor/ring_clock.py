@@ -7,7 +7,20 @@ import struct
 from time import monotonic
 from typing import Protocol
 
-from hpctrain.monitor.shared import MARKED_AT, MARKED_PHASE, NO_PHASE, ROW, STEPS, WAITS_FOR, Slot, own_slot
+from hpctrain.monitor.shared import (
+    GPU_PLACE,
+    MARKED_AT,
+    MARKED_PHASE,
+    NO_PHASE,
+    PEAK_BYTES,
+    RESERVED_BYTES,
+    ROW,
+    STEPS,
+    WAITS_FOR,
+    Slot,
+    own_slot,
+    place_of,
+)
 from hpctrain.monitor.window import ENDED, GC, REST, WORK
 from hpctrain.train.clock import Neighbours, Phase, past
 
@@ -106,6 +119,30 @@ class RingClock:
     def follow(self, marks: Marks) -> None:
         """Delegates ``mark``, ``end_step`` and ``end_wait`` to ``marks``, which writes this clock's totals."""
         self.mark, self.end_step, self.end_wait = marks.mark, marks.end_step, marks.end_wait  # type: ignore[method-assign]
+
+    def beat(self, phase: float) -> None:
+        """Shows the agent that this rank is alive, and the phase that has ended; for Marks."""
+        self.head[MARKED_AT] = monotonic()
+        self.head[MARKED_PHASE] = phase
+
+    def add(self, phase: int, seconds: float, waited_s: float) -> None:
+        """Adds the time of a phase, and of waits for other ranks in it; for Marks."""
+        self.totals[phase] += seconds - waited_s
+        self.totals[Phase.EXCHANGE] += waited_s
+
+    def end_row(self, work: float) -> None:
+        """Ends the row of a step whose phases have been added; for Marks."""
+        self.totals[WORK] += work
+        self.totals[ENDED] = monotonic()
+        self.publish()
+
+    def on_gpu(self, pci: str) -> None:
+        """Says on which GPU this rank is."""
+        self.head[GPU_PLACE] = place_of(pci)
+
+    def device_memory(self, peak_bytes: float, reserved_bytes: float) -> None:
+        """Says how much of the GPU's memory tensors used at most, and PyTorch holds."""
+        self.head[PEAK_BYTES], self.head[RESERVED_BYTES] = peak_bytes, reserved_bytes
 
     def publish(self) -> None:
         """Writes the totals to the ring as a step's row, then the count that makes the row valid."""

@@ -33,7 +33,7 @@ from hpctrain.system import cgroups, foreign_text, processes
 from hpctrain.system.files import create_exclusively, open_log
 from hpctrain.system.output import LOGGER, quiet_environment, redirect
 from hpctrain.system.signals import Interrupted, InterruptibleStopSignals, StopSignals
-from hpctrain.tasks.user_errors import advice_on, advised, own_line, words
+from hpctrain.system.user_errors import advice_on, advised, own_line, words
 from hpctrain.train.hooks import StopReason
 
 COMPANY_S = 3.0

@@ -29,8 +29,8 @@ from hpctrain.rank import wiring
 from hpctrain.rank.batches import first_batch, first_validation, make_data
 from hpctrain.rank.problem import Problem, make_problem, require_same_data
 from hpctrain.rank.session import message
+from hpctrain.system.user_errors import advised
 from hpctrain.tasks.definition import TorchTask
-from hpctrain.tasks.user_errors import advised
 from hpctrain.train.clock import IntervalClock
 from hpctrain.train.evaluation import even_batches
 from hpctrain.train.framework import Framework

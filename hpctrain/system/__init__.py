@@ -5,5 +5,5 @@ bounded_yaml, json_shape: safe reads of files that others may have written. proc
 watching processes. cgroups: limits of this process. gpus: GPUs by the kernel. fabric: fast networks, and cores next
 to devices. shared_memory: memory shared by processes of this node. address: addresses at which other hosts reach this
 one. object_store: object stores by URL. retry: the loop that tries again. output, foreign_text: terminal output.
-quantities: bytes and seconds for people.
+quantities: bytes and seconds for people. user_errors: messages for errors in users' code.
 """

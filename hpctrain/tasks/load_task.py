@@ -17,8 +17,8 @@ from typing import Any
 
 from hpctrain.comm.world import World
 from hpctrain.errors import UserError, kind_of
+from hpctrain.system.user_errors import no_such_field, own_line, words
 from hpctrain.tasks.definition import KerasTask, Task, TorchScheduler, TorchTask
-from hpctrain.tasks.user_errors import no_such_field, own_line, words
 
 
 def code_of(reference: str) -> str | None:

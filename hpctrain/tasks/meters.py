@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from hpctrain.errors import HpctrainError, UserError, kind_of
-from hpctrain.tasks.user_errors import own_line, shapes, words
+from hpctrain.system.user_errors import own_line, shapes, words
 from hpctrain.train.metrics import Arrays, Meter, Metric, MetricState, Seen
 
 

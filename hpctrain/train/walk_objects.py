@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
+from hpctrain.system.user_errors import INSTALLED
+
 MOST_ITEMS = 1000
 """Longest container that is searched: anything longer is data."""
-INSTALLED = frozenset({"site-packages", "dist-packages"})
-"""Folders that installed libraries are in."""
 FRAMEWORKS = frozenset({"torch", "tensorflow", "keras", "numpy", __name__.partition(".")[0]})
 """Libraries whose objects are never searched, wherever they are installed."""
 Held = Iterator[tuple[str, Any]]

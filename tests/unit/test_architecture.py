@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tokenize
 import typing
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -29,10 +30,10 @@ ROOMS: dict[str, str] = {
     "run": "errors system config",
     "data": "errors system config",
     "reduce": "errors system config comm",
-    "train": "errors config comm run data",
+    "train": "errors system config comm run data",
     "tasks": "errors system comm train",
     "backends": "errors system config comm run data reduce train tasks monitor",
-    "checkpoint": "errors system config comm run data train tasks backends",
+    "checkpoint": "errors system config comm run data train backends",
     "monitor": "errors system config comm run train",
     "track": "errors system config run train",
     "rank": "errors system config comm run data reduce train tasks backends checkpoint monitor track",
@@ -250,6 +251,20 @@ def test_an_engine_is_in_one_place_and_small() -> None:
 def test_commands_about_jobs_know_no_engine_by_name() -> None:
     words = {word.value for word in nodes(PACKAGE / "commands" / "jobs.py") if isinstance(word, ast.Constant)}
     assert words & {*typing.get_args(sections.Engine)} == set()
+
+
+def test_one_name_is_one_file_and_one_class() -> None:
+    """Commands and benchmarks are named by what people type, and events and keys by what is in files."""
+    own = {module: path for module, path in FILES.items() if room_of(module) not in ("commands", "bench")}
+    files = Counter(path.stem for path in own.values() if path.name != "__init__.py")
+    classes = Counter(
+        node.name
+        for module, path in own.items()
+        if module not in ("hpctrain.run.events", "hpctrain.config.sections")
+        for node in nodes(path)
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in (*files.items(), *classes.items()) if count > 1] == []
 
 
 def test_the_map_has_no_circle() -> None:

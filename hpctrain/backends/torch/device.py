@@ -8,7 +8,6 @@ import weakref
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -22,18 +21,9 @@ from hpctrain.config.sections import TrainConfig
 from hpctrain.data.dataset import Samples
 from hpctrain.errors import UserError
 from hpctrain.monitor.ring_clock import RingClock
-from hpctrain.monitor.shared import (
-    GPU_PLACE,
-    MARKED_AT,
-    MARKED_PHASE,
-    NO_PHASE,
-    PEAK_BYTES,
-    RESERVED_BYTES,
-    place_of,
-)
-from hpctrain.monitor.window import ENDED, REST, WORK
+from hpctrain.monitor.shared import NO_PHASE
+from hpctrain.monitor.window import REST
 from hpctrain.system.fabric import cores_near, keep_to, own_cores
-from hpctrain.train.clock import Phase
 from hpctrain.train.framework import HostBatch
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -184,7 +174,7 @@ class DeviceMarks:
         """Phase, event at its end, the step's work if the step ends there (else -1), and seconds spent waiting."""
         self.waited_s = 0.0
         self.last = self.record()
-        clock.head[GPU_PLACE] = place_of(accelerator.pci_address(device))
+        clock.on_gpu(accelerator.pci_address(device))
 
     def record(self) -> Any:
         """Records an event on the current stream; events are reused."""
@@ -194,16 +184,12 @@ class DeviceMarks:
 
     def mark(self, phase: int) -> None:
         self.append(phase, -1.0)
-        head = self.clock.head
-        head[MARKED_AT] = monotonic()
-        head[MARKED_PHASE] = phase
+        self.clock.beat(phase)
 
     def end_step(self, work: float = 1.0) -> None:
         """See Marks. Publishes what the device has finished; a step's row may come some steps late."""
-        clock = self.clock
         self.append(REST, work)
-        clock.head[MARKED_AT] = monotonic()
-        clock.head[MARKED_PHASE] = NO_PHASE
+        self.clock.beat(NO_PHASE)
         self.enter()
 
     def end_wait(self) -> None:
@@ -217,22 +203,19 @@ class DeviceMarks:
 
     def enter(self) -> None:
         """Adds finished phases to the totals and finished steps to the ring."""
-        waiting, totals = self.waiting, self.clock.totals
+        waiting = self.waiting
         while waiting and (waiting[0][1].query() or len(waiting) > LONGEST_QUEUE):
             phase, event, work, waited = waiting.popleft()
             if event.query():
                 seconds = self.last.elapsed_time(event) / 1000
                 waited = min(waited, seconds)  # the host of a stage may wait while its device still works
-                totals[phase] += seconds - waited
-                totals[Phase.EXCHANGE] += waited
+                self.clock.add(phase, seconds, waited)
             self.free.append(self.last)
             self.last = event
             if work >= 0:
-                totals[WORK] += work
-                totals[ENDED] = monotonic()
-                self.clock.publish()
+                self.clock.end_row(work)
                 if self.clock.published % MEMORY_STEPS == 1:
-                    self.clock.head[PEAK_BYTES], self.clock.head[RESERVED_BYTES] = accelerator.memory(self.device)
+                    self.clock.device_memory(*accelerator.memory(self.device))
 
 
 def follow_device(clock: RingClock, device: torch.device) -> None:

@@ -16,7 +16,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Samples, check_field, check_lengths, choose
-from hpctrain.data.packing.pack_source import Source, block_samples
+from hpctrain.data.packing.pack_source import PackSource, block_samples
 from hpctrain.errors import UserError
 
 Opener = Callable[[], contextlib.AbstractContextManager[IO[bytes]]]
@@ -31,7 +31,7 @@ class Header:
     dtype: np.dtype[Any]
 
 
-def from_npz(path: Path, names: tuple[str, ...] | None = None) -> Source:
+def from_npz(path: Path, names: tuple[str, ...] | None = None) -> PackSource:
     """A source of the named arrays of a .npz archive, by default all."""
     try:
         with zipfile.ZipFile(path) as archive:
@@ -42,7 +42,7 @@ def from_npz(path: Path, names: tuple[str, ...] | None = None) -> Source:
     return from_streams({name: partial(open_member, path, f"{name}.npy") for name in chosen}, str(path))
 
 
-def from_npy(paths: Sequence[Path]) -> Source:
+def from_npy(paths: Sequence[Path]) -> PackSource:
     """A source of one array per .npy file, named after the file."""
     if len({path.stem for path in paths}) < len(paths):
         raise UserError("two .npy files have the same name, and their arrays would too", "rename one of them")
@@ -62,7 +62,7 @@ def open_member(path: Path, name: str) -> Iterator[IO[bytes]]:
         yield member
 
 
-def from_streams(streams: Mapping[str, Opener], where: str) -> Source:
+def from_streams(streams: Mapping[str, Opener], where: str) -> PackSource:
     """A source of one array per stream."""
     headers = {name: read_header(opener, f"{where}: {name!r}") for name, opener in streams.items()}
     fields = {name: check_field(name, header.shape, header.dtype, where) for name, header in headers.items()}
@@ -78,7 +78,7 @@ def from_streams(streams: Mapping[str, Opener], where: str) -> Source:
             for _ in range(0, length, step):
                 yield {name: next(part).astype(fields[name].dtype, copy=False) for name, part in parts.items()}
 
-    return Source(fields, length, blocks)
+    return PackSource(fields, length, blocks)
 
 
 def read_header(opener: Opener, what: str) -> Header:

@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Field, Samples
-from hpctrain.data.packing.pack_source import Source, block_samples
+from hpctrain.data.packing.pack_source import PackSource, block_samples
 from hpctrain.errors import UserError, requires
 
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 
 
-def from_images(folder: Path, size: tuple[int, int] | None = None) -> Source:
+def from_images(folder: Path, size: tuple[int, int] | None = None) -> PackSource:
     """A source with ``image`` uint8[height, width, channels] and, if there is a subfolder per class, ``label`` int64.
 
     Classes are numbered in the order of their names. If the first image is grayscale, all images are converted to one
@@ -54,7 +54,7 @@ def from_images(folder: Path, size: tuple[int, int] | None = None) -> Source:
                     samples["label"] = np.array([label for _, label in some], dtype=np.int64)
                 yield samples
 
-    return Source(fields, len(files), blocks, {"classes": classes} if classes else {})
+    return PackSource(fields, len(files), blocks, {"classes": classes} if classes else {})
 
 
 def images_in(folder: Path) -> list[Path]:

@@ -31,11 +31,11 @@ class Piece:
     length: int
     """Number of samples, at least 1."""
     blocks: Callable[[], Iterator[Samples]]
-    """Starts to read, like ``Source.blocks``."""
+    """Starts to read, like ``PackSource.blocks``."""
 
 
 @dataclass(frozen=True)
-class Source:
+class PackSource:
     """Samples of known number and layout, read once in order."""
 
     fields: Mapping[str, Field]
@@ -57,7 +57,7 @@ def block_samples(fields: Mapping[str, Field]) -> int:
     return max(1, BLOCK_BYTES // max(1, sum(field.num_bytes for field in fields.values())))
 
 
-def from_dataset(dataset: Dataset) -> Source:
+def from_dataset(dataset: Dataset) -> PackSource:
     """A source of all samples of a dataset, in storage order.
 
     Args:
@@ -76,10 +76,10 @@ def from_dataset(dataset: Dataset) -> Source:
         for begin in range(0, len(dataset), step):
             yield dataset.read(np.arange(begin, min(begin + step, len(dataset)), dtype=np.int64))
 
-    return Source(dataset.fields, len(dataset), blocks, ordered=is_ordered(dataset))
+    return PackSource(dataset.fields, len(dataset), blocks, ordered=is_ordered(dataset))
 
 
-def join(sources: Sequence[Source], names: Sequence[str]) -> Source:
+def join(sources: Sequence[PackSource], names: Sequence[str]) -> PackSource:
     """Concatenate the sources; raises UserError if their fields differ."""
     fix = "pack files with the same arrays, shapes and dtypes together"
     require_alike([source.fields for source in sources], names, fix)
@@ -93,7 +93,7 @@ def join(sources: Sequence[Source], names: Sequence[str]) -> Source:
     if "sources" in notes:
         notes["sources"] = [each for source in sources for each in source.notes["sources"]]
     pieces = [piece for source in sources for piece in source.pieces] if all(each.pieces for each in sources) else []
-    return Source(first.fields, sum(source.length for source in sources), blocks, notes, pieces, first.ordered)
+    return PackSource(first.fields, sum(source.length for source in sources), blocks, notes, pieces, first.ordered)
 
 
 Columns = Mapping[str, tuple[str, ...]]

@@ -9,7 +9,7 @@ from typing import Literal
 from hpctrain.config.values import refuse_credentials
 from hpctrain.data.formats.hdf5_files import look_at
 from hpctrain.data.formats.tables import open_table
-from hpctrain.data.packing.pack_source import Columns, Source, from_dataset, join, only_names
+from hpctrain.data.packing.pack_source import Columns, PackSource, from_dataset, join, only_names
 from hpctrain.data.packing.resumable_file import ALONE, Ranks
 from hpctrain.data.packing.text import SUFFIXES
 from hpctrain.errors import UserError
@@ -39,7 +39,7 @@ def open_source(
     outside: Sequence[str] = (),
     conditions: Sequence[str] = (),
     ranks: Ranks = ALONE,
-) -> Source:
+) -> PackSource:
     """The samples of the files, concatenated; each .npy file provides one array instead.
 
     Args:
@@ -85,7 +85,7 @@ def open_source(
     return join([open_file(source, kind, columns, outside) for source in sources], sources)
 
 
-def open_file(path: str, kind: str, columns: Columns | None, outside: Sequence[str]) -> Source:
+def open_file(path: str, kind: str, columns: Columns | None, outside: Sequence[str]) -> PackSource:
     """The source of a single .npz or HDF5 file, for kinds whose files are concatenated."""
     if kind == "npz":
         from hpctrain.data.packing.arrays import from_npz

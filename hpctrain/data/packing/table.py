@@ -17,7 +17,7 @@ import numpy as np
 from hpctrain.data.dataset import Samples, check_field
 from hpctrain.data.formats.away import patient
 from hpctrain.data.formats.tables import Table, TablePart, filtered, not_utf8, reading, shortened, values
-from hpctrain.data.packing.pack_source import Columns, Piece, Source, assign, gather
+from hpctrain.data.packing.pack_source import Columns, PackSource, Piece, assign, gather
 from hpctrain.data.packing.resumable_file import ALONE, PATIENCE_S, Ranks
 from hpctrain.errors import UserError
 
@@ -117,7 +117,9 @@ COMPARE = {
 }
 
 
-def from_table(table: Table, wanted: Columns | None, conditions: Sequence[str] = (), ranks: Ranks = ALONE) -> Source:
+def from_table(
+    table: Table, wanted: Columns | None, conditions: Sequence[str] = (), ranks: Ranks = ALONE
+) -> PackSource:
     """A source of a table's columns: numbers, booleans, and (nested) lists of them of equal length in all rows.
 
     Args:
@@ -186,7 +188,7 @@ def from_table(table: Table, wanted: Columns | None, conditions: Sequence[str] =
         raise UserError(f"{table.address} holds no rows{' that meet the conditions' if conditions else ''}", fix)
     fields = {name: check_field(name, array.shape, array.dtype, table.address) for name, array in first.items()}
     origin = {**table.record(begins[-1]), **({"filter": list(conditions)} if conditions else {})}
-    return Source(fields, begins[-1], blocks, {"sources": [origin]}, pieces)
+    return PackSource(fields, begins[-1], blocks, {"sources": [origin]}, pieces)
 
 
 def parsed(condition: str, table: Table) -> tuple[str, str, str]:

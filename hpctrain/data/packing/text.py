@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Field, Samples
 from hpctrain.data.formats.hdf5_files import look_at
-from hpctrain.data.packing.pack_source import Source, block_samples
+from hpctrain.data.packing.pack_source import PackSource, block_samples
 from hpctrain.errors import UserError, file_errors, requires
 
 LINES = (".jsonl", ".ndjson")
@@ -155,7 +155,7 @@ class TextChunk:
 @contextlib.contextmanager
 def text_source(
     files: Sequence[Path], form: TextForm, folder: Path, on_progress: Callable[[int], None] = lambda num_bytes: None
-) -> Iterator[Source]:
+) -> Iterator[PackSource]:
     """A source with the field ``tokens``: uint16[context + 1], or int32 if the vocabulary is larger. Each sample starts
     with the last token of the previous one; tokens at the end that do not fill a sample are dropped.
 
@@ -196,7 +196,7 @@ def text_source(
                 row = np.frombuffer(spool.read((count * form.context + 1) * dtype.itemsize), dtype)
                 yield {"tokens": np.lib.stride_tricks.sliding_window_view(row, form.context + 1)[:: form.context]}
 
-        yield Source(fields, samples, blocks, notes)
+        yield PackSource(fields, samples, blocks, notes)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import numpy as np
 
 from hpctrain.data.casting import fit
 from hpctrain.data.dataset import Field, Samples
-from hpctrain.data.packing.pack_source import NOTES, Piece, Source
+from hpctrain.data.packing.pack_source import NOTES, PackSource, Piece
 from hpctrain.data.packing.resumable_file import ALONE, PATIENCE_S, Ranks, growing
 from hpctrain.errors import UserError, file_errors
 from hpctrain.system.files import replacement
@@ -29,7 +29,7 @@ CHUNK_BYTES = 2**20
 
 def write_hdf5(
     path: str | Path,
-    source: Source,
+    source: PackSource,
     dtypes: Mapping[str, np.dtype[Any]] | None = None,
     chunk_samples: int | None = None,
     compression: str | None = None,
@@ -90,7 +90,7 @@ def making(path: Path) -> contextlib.AbstractContextManager[None]:
     return file_errors(f"{path} cannot be written", "make room, or write elsewhere")
 
 
-def lay_out(raw: PatientFile, source: Source, fields: Mapping[str, Field]) -> dict[str, int]:
+def lay_out(raw: PatientFile, source: PackSource, fields: Mapping[str, Field]) -> dict[str, int]:
     """Create the file without its samples; returns the offset of each array in bytes."""
     early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -105,7 +105,7 @@ def lay_out(raw: PatientFile, source: Source, fields: Mapping[str, Field]) -> di
 
 def write_samples(
     raw: PatientFile,
-    source: Source | Piece,
+    source: PackSource | Piece,
     begin: int,
     fields: Mapping[str, Field],
     offsets: Mapping[str, int],
@@ -121,7 +121,7 @@ def write_samples(
 
 
 def write_pieces(
-    path: Path, source: Source, fields: Mapping[str, Field], on_progress: Callable[[int], None], ranks: Ranks
+    path: Path, source: PackSource, fields: Mapping[str, Field], on_progress: Callable[[int], None], ranks: Ranks
 ) -> None:
     """Write the pieces that no earlier call has written, split among the ranks."""
     described = [{name: [field.shape, field.dtype.str] for name, field in fields.items()}, source.notes]
@@ -149,7 +149,7 @@ def for_pieces(path: Path) -> PatientFile:
 
 def write_chunked(
     temporary: Path,
-    source: Source,
+    source: PackSource,
     fields: Mapping[str, Field],
     chunk_samples: int | None,
     compression: str | None,
@@ -224,7 +224,9 @@ class PatientFile(io.FileIO):
             raise self.failure
 
 
-def checked_blocks(source: Source | Piece, fields: Mapping[str, Field], begin: int) -> Iterator[tuple[int, Samples]]:
+def checked_blocks(
+    source: PackSource | Piece, fields: Mapping[str, Field], begin: int
+) -> Iterator[tuple[int, Samples]]:
     """The source's blocks, cast to the dtypes to write, each with the index of its first sample, from ``begin`` on.
 
     Raises:

@@ -151,8 +151,7 @@ def _result(run_dir: RunDir, exit_code: int, verdict: RunVerdict | None) -> RunR
             what = f"the supervisor has ended with exit code {exit_code}, without an attempt"
             raise kind(what, "see its output")
         raise kind(verdict.reason, verdict.fix or f"see the logs in {run_dir.logs}", verdict.code)
-    from hpctrain.checkpoint.hook import best_steps
-    from hpctrain.checkpoint.store import CheckpointStore
+    from hpctrain.checkpoint.store import CheckpointStore, best_steps
 
     newest = RunView(run_dir.path).snapshot().progress.newest(Eval)
     store = CheckpointStore(run_dir.checkpoints)

@@ -30,7 +30,7 @@ from hpctrain.checkpoint.format.layout import (
     shard_file,
 )
 from hpctrain.checkpoint.format.shard import ShardImage, skeleton
-from hpctrain.checkpoint.reading import Contents
+from hpctrain.checkpoint.reading import LoadedArrays
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.verify import verify_checkpoint
 from tests.support.tilings import boxes_within, shapes, tilings
@@ -68,7 +68,7 @@ def test_any_part_is_read_from_any_cut(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shard_module, "SUMMED_BYTES", BLOCK)
         manifest = save(folder, tensor, boxes, len(boxes))
-    with closing(Contents(CheckpointFolder(folder).folder(0), manifest, 0, {})) as contents:
+    with closing(LoadedArrays(CheckpointFolder(folder).folder(0), manifest, 0, {})) as contents:
         whole = values_of(tensor)
         np.testing.assert_array_equal(contents["model/w"], whole)
         assert contents["model/w"].dtype == whole.dtype and contents.shape_of("model/w") == shape
@@ -96,7 +96,7 @@ def test_parts_of_many_blocks(tmp_path_factory: pytest.TempPathFactory, data: st
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shard_module, "SUMMED_BYTES", BLOCK)
         manifest = save(folder, tensor, boxes, len(boxes))
-    with closing(Contents(CheckpointFolder(folder).folder(0), manifest, 0, {})) as contents:
+    with closing(LoadedArrays(CheckpointFolder(folder).folder(0), manifest, 0, {})) as contents:
         box = data.draw(boxes_within(tensor.shape))
         found = contents.part("model/w", box.begin, box.shape)
         np.testing.assert_array_equal(found, values_of(tensor)[box.index])
@@ -119,7 +119,7 @@ def test_any_part_of_a_safetensors_file_is_read(
 
 def test_a_part_outside_is_refused(matrix: tuple[Path, Manifest, TensorSpec]) -> None:
     folder, manifest, _ = matrix
-    with closing(Contents(folder, manifest, 0, {})) as contents:
+    with closing(LoadedArrays(folder, manifest, 0, {})) as contents:
         for begin, shape in [((0, 0, 0), (301, 1, 1)), ((0, 69, 0), (1, 2, 1)), ((-1, 0, 0), (1, 1, 1)), ((0,), (1,))]:
             with pytest.raises(ValueError, match="is not within it"):
                 contents.part("model/w", begin, shape)
@@ -132,7 +132,7 @@ def test_damage_is_found_in_what_is_read_and_only_there(matrix: tuple[Path, Mani
     path = folder / manifest.shards[1].file
     original = path.read_bytes()
     whole, rng = values_of(tensor), np.random.default_rng(0)
-    with closing(Contents(folder, manifest, 0, {})) as contents:
+    with closing(LoadedArrays(folder, manifest, 0, {})) as contents:
         for at in rng.integers(0, stored.piece.num_bytes, 60).tolist():
             path.write_bytes(changed(original, stored.offset + at))
             row = at // (40 * 5 * 4)
@@ -160,7 +160,7 @@ def test_no_more_is_read_than_is_asked_for(
         return real(descriptor, views, offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    with closing(Contents(folder, manifest, 0, {})) as contents:
+    with closing(LoadedArrays(folder, manifest, 0, {})) as contents:
         for box in (Box((40, 0, 0), (50, 70, 5)), Box((0, 31, 0), (300, 39, 5)), Box((299, 69, 4), (1, 1, 1))):
             read.clear()
             contents.part("model/w", box.begin, box.shape)

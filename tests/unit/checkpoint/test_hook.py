@@ -16,9 +16,9 @@ import pytest
 
 from hpctrain.checkpoint import policy as policy_module
 from hpctrain.checkpoint import saver as saver_module
-from hpctrain.checkpoint.hook import CheckpointHook, best_steps, gone_since
+from hpctrain.checkpoint.hook import CheckpointHook, gone_since
 from hpctrain.checkpoint.policy import Retention, policy_of
-from hpctrain.checkpoint.store import CheckpointStore, load_weights
+from hpctrain.checkpoint.store import CheckpointStore, best_steps, load_weights
 from hpctrain.comm.world import alone
 from hpctrain.config.sections import CheckpointConfig
 from hpctrain.data.formats.sources import open_dataset

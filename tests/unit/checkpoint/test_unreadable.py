@@ -16,10 +16,9 @@ import pytest
 
 from hpctrain.checkpoint import initial, read_retry
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
-from hpctrain.checkpoint.hook import best_steps
 from hpctrain.checkpoint.resume import resume
 from hpctrain.checkpoint.safetensors import encode
-from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.checkpoint.store import CheckpointStore, best_steps
 from hpctrain.checkpoint.verify import verify_checkpoint
 from hpctrain.cli import main
 from hpctrain.comm.group import Group

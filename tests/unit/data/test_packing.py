@@ -19,7 +19,7 @@ from hpctrain.data.dataset import Field
 from hpctrain.data.formats.sources import open_dataset
 from hpctrain.data.formats.tables import open_table
 from hpctrain.data.packing import pack_source as source_module
-from hpctrain.data.packing.pack_source import Source, from_dataset, packed_notes
+from hpctrain.data.packing.pack_source import PackSource, from_dataset, packed_notes
 from hpctrain.data.packing.table import from_table
 from hpctrain.data.packing.write import write_hdf5
 from hpctrain.errors import UserError
@@ -408,7 +408,7 @@ class TestWriting:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         with pytest.raises(UserError, match="No space left on device"):
-            write_hdf5(Path("a.h5"), Source({"x": Field((4, 3), X.dtype)}, 300, blocks), **options)
+            write_hdf5(Path("a.h5"), PackSource({"x": Field((4, 3), X.dtype)}, 300, blocks), **options)
         assert list(Path().iterdir()) == []
 
     @pytest.mark.parametrize("samples", [0, 20, 40])
@@ -457,11 +457,11 @@ write_hdf5("a.h5", Source({{"x": Field((), np.dtype(np.int64))}}, 40, blocks))
             raise AssertionError("the source was read")
 
         with pytest.raises(UserError, match="GB free and the file needs"):
-            write_hdf5(Path("a.h5"), Source({"x": Field((10**9,), X.dtype)}, 10**9, blocks))
+            write_hdf5(Path("a.h5"), PackSource({"x": Field((10**9,), X.dtype)}, 10**9, blocks))
 
     def test_a_source_that_gives_less_is_told(self) -> None:
         with pytest.raises(UserError, match="gave 10 samples in place of 300"):
-            write_hdf5(Path("a.h5"), Source({"x": Field((4, 3), X.dtype)}, 300, lambda: iter([{"x": X[:10]}])))
+            write_hdf5(Path("a.h5"), PackSource({"x": Field((4, 3), X.dtype)}, 300, lambda: iter([{"x": X[:10]}])))
 
     def test_json(self, capsys: pytest.CaptureFixture[str]) -> None:
         np.savez("a.npz", x=X, y=Y)

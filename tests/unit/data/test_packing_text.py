@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from hpctrain import UserError, open_dataset, packed_notes
 from hpctrain.cli import main
 from hpctrain.data.packing import pack_source, text
-from hpctrain.data.packing.pack_source import Source
+from hpctrain.data.packing.pack_source import PackSource
 from hpctrain.data.packing.text import Bytes, TextForm, Tokenizer, files_of, open_tokenizer, text_source
 
 END = 256
@@ -94,7 +94,7 @@ def test_the_same_text_gives_the_same_file() -> None:
     assert Path("one.h5").read_bytes() == Path("two.h5").read_bytes()
 
 
-def of(files: list[Path], tokenizer: Tokenizer, context: int) -> tuple[Source, NDArray[Any]]:
+def of(files: list[Path], tokenizer: Tokenizer, context: int) -> tuple[PackSource, NDArray[Any]]:
     """The source of files, and its samples."""
     with text_source(files_of(files), TextForm(tokenizer, context), Path()) as made:
         return made, np.concatenate([block["tokens"] for block in made.blocks()])

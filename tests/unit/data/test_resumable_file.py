@@ -12,7 +12,7 @@ import pytest
 
 from hpctrain.data.dataset import Field, Samples
 from hpctrain.data.packing import resumable_file, write
-from hpctrain.data.packing.pack_source import Piece, Source
+from hpctrain.data.packing.pack_source import PackSource, Piece
 from hpctrain.data.packing.resumable_file import alone
 from hpctrain.data.packing.write import write_hdf5
 from hpctrain.errors import UserError
@@ -62,7 +62,7 @@ assert {each.name for each in Path().iterdir()} == {"a.h5", "moments"}
 """
 
 
-def source(on_read=lambda index: None, key: str = "") -> Source:
+def source(on_read=lambda index: None, key: str = "") -> PackSource:
     """Of six pieces."""
 
     def blocks(index: int) -> Iterator[Samples]:
@@ -71,7 +71,7 @@ def source(on_read=lambda index: None, key: str = "") -> Source:
             yield {"x": X[begin : begin + 5]}
 
     pieces = [Piece(f"{index} {key}", 10, lambda index=index: blocks(index)) for index in range(6)]
-    return Source({"x": Field((5,), X.dtype)}, 60, lambda: iter(()), {"sources": []}, pieces)
+    return PackSource({"x": Field((5,), X.dtype)}, 60, lambda: iter(()), {"sources": []}, pieces)
 
 
 @pytest.fixture(autouse=True)
@@ -154,12 +154,12 @@ def test_two_at_once_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_piece_that_gives_more_harms_no_other() -> None:
     piece = Piece("", 10, lambda: iter([{"x": X[:11]}]))
     with pytest.raises(UserError, match="gave 11 samples in place of 10"):
-        write_hdf5("a.h5", Source({"x": Field((5,), X.dtype)}, 20, lambda: iter(()), {}, [piece, piece]))
+        write_hdf5("a.h5", PackSource({"x": Field((5,), X.dtype)}, 20, lambda: iter(()), {}, [piece, piece]))
 
 
 @pytest.mark.parametrize("options", [{}, {"compression": "gzip"}])
 def test_a_rank_that_comes_late_does_not_take_the_new_file_for_an_old_one(options: dict[str, str]) -> None:
-    one = Source(
+    one = PackSource(
         {"x": Field((5,), X.dtype)}, 60, lambda: iter([{"x": X}]), {}, [Piece("", 60, lambda: iter([{"x": X}]))]
     )
 

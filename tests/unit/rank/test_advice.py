@@ -7,7 +7,7 @@ import pytest
 
 from hpctrain.data.formats.sources import open_dataset
 from hpctrain.errors import UserError
-from hpctrain.tasks.user_errors import advice_on
+from hpctrain.system.user_errors import advice_on
 
 
 class Sparse:

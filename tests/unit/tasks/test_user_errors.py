@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.tasks import user_errors
-from hpctrain.tasks.user_errors import advice_on, own_line
+from hpctrain.system import user_errors
+from hpctrain.system.user_errors import advice_on, own_line
 
 
 @pytest.mark.parametrize("folder", [Path(f"{user_errors.PACKAGE}-runs"), Path("/home/somebody/project")])

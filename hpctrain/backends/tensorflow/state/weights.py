@@ -19,8 +19,8 @@ from hpctrain.backends.tensorflow.task.keras_compiled import CompiledLoss
 from hpctrain.backends.tensorflow.task.overrides import trains_itself
 from hpctrain.data.dataset import Samples
 from hpctrain.errors import HpctrainError
+from hpctrain.system.user_errors import blamed, shapes
 from hpctrain.tasks.definition import KerasTask
-from hpctrain.tasks.user_errors import blamed, shapes
 from hpctrain.train.framework import StateSource
 
 

@@ -37,8 +37,8 @@ from hpctrain.errors import UserError
 from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.flat_layout import SQUARE
 from hpctrain.reduce.reducer_choice import ReducerChoice
+from hpctrain.system.user_errors import blamed, shapes
 from hpctrain.tasks.definition import KerasTask
-from hpctrain.tasks.user_errors import blamed, shapes
 from hpctrain.train.clock import Phase, StepClock
 from hpctrain.train.framework import HostBatch, copied, samples_of
 

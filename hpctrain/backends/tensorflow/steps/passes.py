@@ -22,8 +22,8 @@ from hpctrain.config.sections import TrainConfig
 from hpctrain.data.dataset import Samples
 from hpctrain.errors import UserError
 from hpctrain.reduce.flat_layout import LOSS, WEIGHT, WEIGHTED
+from hpctrain.system.user_errors import words
 from hpctrain.tasks.definition import KerasTask
-from hpctrain.tasks.user_errors import words
 from hpctrain.train.framework import HostBatch
 
 Tensors = Mapping[str, tf.Tensor]

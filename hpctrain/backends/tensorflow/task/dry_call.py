@@ -11,9 +11,9 @@ import tensorflow as tf
 from hpctrain.backends.tensorflow.steps.passes import BatchScore, KerasPasses, Tensors, loss_of_nothing, score_of
 from hpctrain.backends.tensorflow.task.keras_compiled import CompiledLoss
 from hpctrain.errors import UserError, kind_of
+from hpctrain.system.user_errors import blamed, shapes, trained_weight
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.tasks.mean_check import TOLERANCE, TOLERANCE_16_BITS, LossReader, require_mean
-from hpctrain.tasks.user_errors import blamed, shapes, trained_weight
 
 
 def read(score: Any, samples: int) -> tuple[float, float, float]:

@@ -15,8 +15,8 @@ from hpctrain.backends.tensorflow.task.overrides import evaluates_itself, trains
 from hpctrain.config.combinations import refusal
 from hpctrain.config.features import Feature
 from hpctrain.errors import UserError
+from hpctrain.system.user_errors import no_mean, no_such_loss, not_called, target_of
 from hpctrain.tasks.definition import KerasTask, first_field
-from hpctrain.tasks.user_errors import no_mean, no_such_loss, not_called, target_of
 
 
 class CompiledLoss:

@@ -26,7 +26,7 @@ from hpctrain.config.combinations import refusal
 from hpctrain.config.features import Feature
 from hpctrain.data.order import part_of
 from hpctrain.errors import UserError
-from hpctrain.tasks.user_errors import blamed, calling_line, shapes
+from hpctrain.system.user_errors import blamed, calling_line, shapes
 from hpctrain.train.clock import NO_CLOCK, Phase, StepClock
 from hpctrain.train.framework import HostBatch, Sums, copied, samples_of
 from hpctrain.train.state import ArrayTensor

@@ -19,7 +19,7 @@ from hpctrain.config.combinations import refuse
 from hpctrain.config.features import Feature, used
 from hpctrain.data.order import part_of
 from hpctrain.errors import UserError
-from hpctrain.tasks.user_errors import calling_line
+from hpctrain.system.user_errors import calling_line
 
 RESERVED = ("grad_norm", "seconds/")
 """Prefixes of names that are reported besides a step's metrics."""

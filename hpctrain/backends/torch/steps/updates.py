@@ -26,7 +26,7 @@ from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.flat_layout import ExchangeResult
 from hpctrain.reduce.int8_sum import Residue
 from hpctrain.reduce.reducer_choice import Reducers
-from hpctrain.tasks.user_errors import advice_on, advised, own_line, words
+from hpctrain.system.user_errors import advice_on, advised, own_line, words
 from hpctrain.train.clock import Phase, StepClock
 
 SEPARATE = (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.nn.modules.loss import _Loss
 
-from hpctrain.tasks.user_errors import no_mean, no_such_loss, not_called, target_of
+from hpctrain.system.user_errors import no_mean, no_such_loss, not_called, target_of
 
 NAMES: dict[str, Callable[..., Tensor]] = {
     "mse": nn.functional.mse_loss,

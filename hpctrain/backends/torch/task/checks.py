@@ -19,9 +19,9 @@ from hpctrain.backends.torch.state.optimizer import OptimizerPart
 from hpctrain.backends.torch.task.shares import of_sparse_adam
 from hpctrain.config.features import Feature, used
 from hpctrain.errors import UserError, kind_of
+from hpctrain.system.user_errors import blamed, of_float64, shapes, trained_weight
 from hpctrain.tasks.definition import Task
 from hpctrain.tasks.mean_check import TOLERANCE, TOLERANCE_16_BITS, LossReader, require_mean
-from hpctrain.tasks.user_errors import blamed, of_float64, shapes, trained_weight
 
 
 def require_trainable(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -20,7 +20,7 @@ from hpctrain.backends.named_state import load_tensors, plain_name, refuse_unpla
 from hpctrain.backends.torch.state.optimizer import OptimizerPart
 from hpctrain.backends.torch.state.tensors import ADDED_KEYS, TorchTensor, added_keys, digest, module_tensors, tensor_of
 from hpctrain.errors import UserError
-from hpctrain.tasks.user_errors import words
+from hpctrain.system.user_errors import words
 from hpctrain.train.seeds import derive
 from hpctrain.train.state import Placement, StateTensor
 from hpctrain.train.stateful import Stateful, value_of

@@ -29,8 +29,8 @@ from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strat
 from hpctrain.config.combinations import stated
 from hpctrain.config.features import Feature
 from hpctrain.errors import UserError, foreign_errors
+from hpctrain.system.user_errors import own_line, words
 from hpctrain.tasks.definition import TorchTask
-from hpctrain.tasks.user_errors import own_line, words
 from hpctrain.train.clock import Neighbours, Waiting
 
 

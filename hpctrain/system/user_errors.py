@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import UserError, foreign_errors
-from hpctrain.train.walk_objects import INSTALLED
 
 PACKAGE = Path(__file__).parents[1]
 STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
+INSTALLED = frozenset({"site-packages", "dist-packages"})
+"""Folders that installed libraries are in."""
 MOST_CHARACTERS = 400
 """Limit on the length of a quoted error message."""
 DUMPS = ("\n\nArguments received by", "\n\nCall arguments received by", "\n\nStack trace", "\nOriginal stack trace")
