@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.monitor.node.gpus import GpuReading, remarks
+from hpctrain.monitor.node.gpu_readings import GpuReading, remarks
 from hpctrain.run.rank_environment import RUN_DIR
 from hpctrain.system import cgroups
 

@@ -20,7 +20,7 @@ from hpctrain.monitor.chief.hang import ENDED, GONE, STOPPED
 from hpctrain.monitor.framing import Message
 from hpctrain.monitor.node import host as host_counters
 from hpctrain.monitor.node import stacks
-from hpctrain.monitor.node.gpus import Nvml
+from hpctrain.monitor.node.gpu_readings import Nvml
 from hpctrain.monitor.window import Window, condense
 from hpctrain.system import processes
 

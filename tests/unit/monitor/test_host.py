@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.monitor.node import host, stacks
-from hpctrain.monitor.node.gpus import GpuReading
+from hpctrain.monitor.node.gpu_readings import GpuReading
 
 
 def reading(time: float, counters: dict[str, float], process: dict[str, float] | None = None) -> host.Reading:

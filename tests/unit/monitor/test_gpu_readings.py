@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from hpctrain.monitor.node.gpus import GpuReading, Nvml, own_gpus, remarks
+from hpctrain.monitor.node.gpu_readings import GpuReading, Nvml, own_gpus, remarks
 from hpctrain.monitor.shared import place_of
 
 
