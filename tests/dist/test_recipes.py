@@ -1,0 +1,69 @@
+"""The commands of docs/recipes.md run as printed, each recipe in a copy of its folder, and its model learns."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.command import PROJECT, environment, events, hpctrain
+from tests.support.mpi import run_in_group
+
+PAGE = (PROJECT / "docs" / "recipes.md").read_text(encoding="utf-8")
+RECIPES = re.findall(r"^## [^\n]*\n((?:(?!^## ).)*)", PAGE, re.M | re.S)
+
+pytestmark = [pytest.mark.slow, pytest.mark.world_size(2), pytest.mark.timeout(400)]
+
+
+def carry_out(recipe: str, folder: Path) -> Path:
+    """Run the commands of the section about a recipe in a copy of its folder, and return the folder."""
+    (section,) = (section for section in RECIPES if f"examples/recipes/{recipe}`" in section)
+    here = shutil.copytree(PROJECT / "examples/recipes" / recipe, folder / recipe)
+    framework = "tensorflow" if recipe == "table" else "torch"
+    for block in re.findall(r"```console\n(.*?)```", section, re.S):
+        for program, *words in map(shlex.split, block.splitlines()):
+            if program == "hpctrain":
+                hpctrain(*words, cwd=here, timeout=200, warm=framework)
+            else:
+                done = run_in_group([sys.executable, *words], environment(), here, timeout=100)
+                assert done.returncode == 0, done.output
+    return here
+
+
+def evaluations(run: Path, metric: str = "loss") -> list[float]:
+    """A metric in each evaluation of a run."""
+    return [float(event["metrics"][metric]) for event in events(run, "eval")]
+
+
+def test_photos_train_from_folders_and_tars(tmp_path: Path) -> None:
+    runs = carry_out("images", tmp_path) / "runs"
+    folders, tars = evaluations(runs / "resnet50"), evaluations(runs / "tars")
+    assert len(folders) == len(tars) == len(evaluations(runs / "vit")) == 2
+
+
+def test_weather_beats_persistence(tmp_path: Path) -> None:
+    run = carry_out("weather", tmp_path) / "runs/weather"
+    assert evaluations(run)[-1] < 0.5 * evaluations(run, "persistence")[-1]
+
+
+def test_volumes_are_segmented(tmp_path: Path) -> None:
+    dice = evaluations(carry_out("volumes", tmp_path) / "runs/volumes", "dice")
+    assert dice[-1] > dice[0]
+
+
+def test_a_table_is_packed_learnt_and_predicted(tmp_path: Path) -> None:
+    here = carry_out("table", tmp_path)
+    auc = evaluations(here / "runs/table", "auc")
+    assert auc[-1] > auc[0] > 0.5 and (here / "predicted.h5").exists()
+
+
+def test_a_search_prunes_trials_and_ends_like_the_best(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    runs = carry_out("sweep", tmp_path) / "runs/sweep"
+    ends = [events(run, "run_finished")[-1]["reason"] for run in sorted(runs.glob("[0-9]"))]
+    assert len(ends) == 8 and set(ends) <= {"completed", "early_stop"}
+    assert ends[:4] == ["completed"] * 4, "the pruner starts after four trials"
