@@ -24,7 +24,7 @@ Sample = dict[str, Any]
 
 
 class Photos(torch.utils.data.Dataset[Sample]):
-    """The files of a folder with one folder per class, undecoded, or with a ``size`` decoded and cropped for validation."""
+    """Files of a folder with one folder per class: undecoded, or for validation decoded and cropped to a ``size``."""
 
     def __init__(self, folder: str, size: int | None = None) -> None:
         classes = sorted(path for path in Path(folder).iterdir() if path.is_dir())

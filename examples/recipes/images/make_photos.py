@@ -1,6 +1,6 @@
 """Writes synthetic photos to try the recipe: make_photos.py FOLDER IMAGES [--tars]
 
-Each class has its own stripes. With --tars, the photos are in FOLDER/train-*.tar and validation-*.tar instead of folders.
+Each class has its own stripes. With --tars, the photos are in FOLDER/train-*.tar and validation-*.tar.
 """
 
 import io

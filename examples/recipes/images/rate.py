@@ -4,7 +4,6 @@ import sys
 import time
 
 import numpy as np
-
 from images import opened, random_resized_crop
 
 

@@ -1,6 +1,6 @@
 """Writes synthetic fields to try the recipe: make_states.py TIMES [FIELDS ROWS COLUMNS]
 
-Waves that travel around the globe with a speed of their own, normalised; the next time can be computed from the present.
+Waves travel around the globe, each with its speed, so the next state follows from the present one.
 """
 
 import sys

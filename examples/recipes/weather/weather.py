@@ -1,7 +1,7 @@
 """A vision transformer that forecasts weather fields: the next state of the atmosphere from the present one.
 
-The model and the sizes are those of NERSC's tutorial at SC25: 20 fields on 360 x 720 points, patches of 8 x 8, width 384,
-12 blocks. The file holds ``state``, float32[times, fields, rows, columns], once; a sample is a pair of times.
+Model and sizes are those of NERSC's tutorial at SC25: 20 fields on 360 x 720 points, patches of 8 x 8, width 384, 12
+blocks. The file holds ``state``, float32[times, fields, rows, columns], once; a sample is a pair of times.
 """
 
 from __future__ import annotations
