@@ -127,12 +127,12 @@ def run(args: argparse.Namespace) -> int:
     """Prints the plans; raises UserError if that of the run file is impossible or does not fit the memory."""
     from hpctrain.backends.torch.strategies.memory_estimate import ParallelLayout, cheapest, footprints
     from hpctrain.comm.world import undivided
-    from hpctrain.config.loading import load
     from hpctrain.rank.trial import program_bytes
+    from hpctrain.run.resolve_run import configured
 
     if not 1 <= args.ranks <= MOST_RANKS:
         raise UserError(f"-n is {args.ranks}", f"give the number of ranks, from 1 to {MOST_RANKS}")
-    config = load(args.run_file, args.overrides)
+    config, _ = configured(args.run_file, args.overrides)
     memory = args.memory or memory_of(config.launch)
     program = program_bytes()
     sizes = group_sizes(config, args.ranks)

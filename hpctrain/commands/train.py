@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.config.loading import add_run_file, dump, load
-from hpctrain.run.resolve_run import step
+from hpctrain.run.resolve_run import configured, step
 from hpctrain.system import foreign_text
 from hpctrain.system.output import say
 
@@ -127,16 +127,15 @@ def load_trained(args: argparse.Namespace, session: Session) -> Iterator[tuple[C
     from hpctrain.checkpoint.store import CheckpointStore, load_weights
     from hpctrain.rank import wiring
     from hpctrain.rank.problem import make_problem
-    from hpctrain.run.folder import RunDir
     from hpctrain.train.clock import IntervalClock
     from hpctrain.train.stateful import kept_state
 
     with session.phase("read the run file"):
-        config = load(args.run_file, args.overrides)
+        config, run_dir = configured(args.run_file, args.overrides)
         # No gradients are exchanged here, so no reducer is needed.
         config = dataclasses.replace(config, reduce=dataclasses.replace(config.reduce, kind="auto", compression="none"))
     session.arrange(config.parallel.tensor, config.parallel.pipeline)
-    folder = RunDir.of(config.name, config.run_dir).checkpoints
+    folder = run_dir.checkpoints
     store = CheckpointStore(folder, group=session.world.everyone, peers=session.world.data)
     store.candidates(args.step)  # fail early, before a framework is imported
     with session.phase("make the task"):

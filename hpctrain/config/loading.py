@@ -39,8 +39,7 @@ def load(
     """Reads a run file.
 
     Args:
-        path: YAML file with the sections of ``Config``, or a run folder, whose ``run.yaml`` it is; none if the
-            overrides say everything.
+        path: YAML file with the sections of ``Config``; none if the overrides say everything.
         overrides: command-line words such as ``["--train.epochs", "3", "--name=long"]``; they win over the file, also
             over a key of it that excludes theirs.
         tell: gets a sentence for each key of the file that is overridden in this way.
@@ -48,8 +47,6 @@ def load(
     Raises:
         UserError: no such file, not YAML, an unknown key, a wrong type or a value out of range.
     """
-    if path is not None and Path(path).is_dir():
-        path = Path(path, "run.yaml")
     values, lines = _read_file(Path(path)) if path is not None else ({}, {})
     in_file = dict(values)
     arguments: dict[str, typing.Any] = {}

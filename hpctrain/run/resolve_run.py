@@ -28,7 +28,7 @@ def configured(target: str, overrides: Sequence[str] = ()) -> tuple[Config, RunD
         config = load(None, overrides, say)
         return config, RunDir.of(config.name, config.run_dir)
     path = Path(target)
-    config = load(path, overrides, say)
+    config = load(RunDir(path).run_yaml if path.is_dir() else path, overrides, say)
     if path.is_dir() and not config.run_dir:
         return config, RunDir(path.absolute())
     return config, RunDir.of(config.name, config.run_dir)

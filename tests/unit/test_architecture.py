@@ -77,7 +77,7 @@ TOKENS: dict[str, int] = {
     "doctor": 4517,
     "horovod_wheel": 4125,
     "bench": 13130,
-    "commands": 17524,
+    "commands": 17511,
     "cli": 1030,
     "__main__": 159,
     "__init__": 236,

@@ -262,12 +262,6 @@ def test_missing_file(tmp_path: Path) -> None:
     assert "does not exist" in refused(tmp_path / "none.yaml").what
 
 
-def test_a_run_folder_stands_for_its_run_file(run_file: Path) -> None:
-    (run_file.parent / "run").mkdir()
-    assert "run/run.yaml does not exist" in refused(run_file.parent / "run").what
-    assert load(run_file.rename(run_file.parent / "run/run.yaml").parent).name
-
-
 def test_a_program_in_place_of_a_run_file(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import torch\n")
     error = refused(tmp_path / "train.py")
