@@ -11,12 +11,7 @@ from typing import Any
 from hpctrain import __version__
 from hpctrain.system import python
 from hpctrain.system.cgroups import usable_cores
-
-DENSE_BF16 = {
-    **{"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12},
-    **{"A100": 312e12, "L40S": 362e12},
-}
-"""Peak FLOP/s from data sheets, without sparsity; the first matching name applies."""
+from hpctrain.train.data_sheets import sheet_per_s
 
 ASK = """
 import json, torch
@@ -65,10 +60,9 @@ def peak_per_s(on_gpu: bool) -> tuple[float, str]:
     import torch
 
     if on_gpu:
-        name = torch.cuda.get_device_name()
-        for word, peak in DENSE_BF16.items():
-            if word in name:
-                return peak, "data sheet"
+        peak = sheet_per_s(torch.cuda.get_device_name(), "bf16")
+        if peak:
+            return peak, "data sheet"
     size = 8192 if on_gpu else 512
     matrix = torch.ones(size, size, device=device_of(on_gpu), dtype=torch.bfloat16)
     fastest = float("inf")

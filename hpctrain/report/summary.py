@@ -50,6 +50,7 @@ def summarize(data: RunHistory) -> dict[str, Any]:
         "metrics": {name: extremes(series) for name, series in sorted(data.metrics.items())},
         "samples_per_s_median": median(data.train.get("samples_per_s")),
         "mfu_median": median(data.train.get("mfu")),
+        "mfu_of_measured_peak": of_measured(median(data.train.get("mfu")), started),
         "flops_per_sample": start.get("flops_per_sample"),
         "phase_share": phase_share(data),
         "kwh": kwh(data),
@@ -65,6 +66,12 @@ def summarize(data: RunHistory) -> dict[str, Any]:
         "hangs": [without_name(event) for event in data.all(events.Hang)],
         "events": data.counts,
     }
+
+
+def of_measured(mfu: float | None, started: events.RunStarted | None) -> float | None:
+    """Utilisation of the measured peak, given that of the data sheet's; None if there is no data sheet."""
+    sheet, peak = (started.sheet_flops_per_s, started.peak_flops_per_s) if started else (None, None)
+    return mfu * sheet / peak if mfu is not None and sheet and peak else None
 
 
 def kwh(data: RunHistory) -> float | None:

@@ -81,6 +81,7 @@ class RunStarted(Event, name="run_started"):
     through_host_s: float | None = None
     flops_per_sample: float | None = None
     peak_flops_per_s: float | None = None
+    sheet_flops_per_s: float | None = None
     versions: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     total_steps: int | None = None
 

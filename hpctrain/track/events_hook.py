@@ -138,6 +138,7 @@ class EventsHook(BaseHook):
             through_host_s=training.framework.facts.through_host_s or None,
             flops_per_sample=flops.per_sample if flops else None,
             peak_flops_per_s=flops.peak_per_s if flops else None,
+            sheet_flops_per_s=(flops.sheet_per_s or None) if flops else None,
             versions=versions(),
             total_steps=training.plan.total_steps,
         )

@@ -24,15 +24,19 @@ class Flops:
     per_sample: float
     """Operations for training on one sample: the forward pass, and twice as many for the backward pass."""
     peak_per_s: float
-    """Operations per second of a large matrix product in the model's compute dtype."""
+    """Operations per second of a large matrix product in the model's compute dtype, measured."""
+    sheet_per_s: float = 0.0
+    """The same according to the device's data sheet; 0 if unknown."""
 
     def utilisation(self, samples_per_s: float) -> float:
         """Model FLOPs utilisation (Chowdhery et al., PaLM, 2022, appendix B), from 0 to about 1.
 
+        It is a share of the data sheet's peak, as others give it; of the measured peak if that is unknown.
+
         Args:
             samples_per_s: samples per second of wall-clock time that the rank trains on.
         """
-        return samples_per_s * self.per_sample / self.peak_per_s
+        return samples_per_s * self.per_sample / (self.sheet_per_s or self.peak_per_s)
 
 
 def of_all(own: Flops | None, world: World) -> Flops | None:
@@ -46,15 +50,16 @@ def of_all(own: Flops | None, world: World) -> Flops | None:
         world: all ranks.
     """
     place = [world.pipeline.rank, world.tensor.rank]
-    mine = [place, [own.per_sample, own.peak_per_s] if own else None]
+    mine = [place, [own.per_sample, own.peak_per_s, own.sheet_per_s] if own else None]
     parts: dict[tuple[int, int], list[list[float]]] = {}
     for (stage, tensor), speeds in world.everyone.allgather(mine, "compare the speeds of their devices"):
         parts.setdefault((stage, tensor), []).extend([] if speeds is None else [speeds])
     if not all(parts.values()):
         return None
     means = [list(map(statistics.fmean, zip(*known, strict=True))) for known in parts.values()]
-    per_sample, peak = map(statistics.fmean, zip(*means, strict=True))
-    return Flops(per_sample, peak) if per_sample else None
+    per_sample, peak, sheet = map(statistics.fmean, zip(*means, strict=True))
+    all_known = all(speed[2] for speeds in parts.values() for speed in speeds)
+    return Flops(per_sample, peak, sheet if all_known else 0.0) if per_sample else None
 
 
 def peak_per_s(multiply: Callable[[], object], operations: float) -> float:

@@ -166,6 +166,11 @@ def identity(device: torch.device) -> str:
     return " ".join(str(getattr(known, name)) for name in ("uuid", "pci_bus_id") if hasattr(known, name))
 
 
+def name(device: torch.device) -> str:
+    """The device's name, as its driver gives it."""
+    return str(api(device).get_device_name(device))
+
+
 def pci_address(device: torch.device) -> str:
     """Address of a device as the kernel writes it: ``0000:3b:00.0``; empty if this PyTorch does not know it."""
     known = api(device).get_device_properties(device)
@@ -197,5 +202,5 @@ def activities() -> list[ProfilerActivity]:
 def facts() -> dict[str, Any]:
     """The version of CUDA, ROCm or oneAPI that this PyTorch was built for, and the names of its devices."""
     built = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": getattr(torch.version, "xpu", None)}
-    names = [api(device).get_device_name(device) for device in available()]
-    return {"platform": " ".join(f"{name} {number}" for name, number in built.items() if number), "gpus": names}
+    names = [name(device) for device in available()]
+    return {"platform": " ".join(f"{kind} {number}" for kind, number in built.items() if number), "gpus": names}

@@ -14,8 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from hpctrain.backends.torch import accelerator
 from hpctrain.backends.torch.device import Compute
 from hpctrain.train import flops
+from hpctrain.train.data_sheets import sheet_per_s
 
 Found = TypeVar("Found")
+KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 UNCOUNTED = (RNNBase, Bilinear)
 """Layers whose kernels the counter does not support."""
 
@@ -62,7 +64,12 @@ def trying(
     if not per_sample and not meets:  # possible for a part of a model
         return found, None
     largest = max(parameters, key=lambda one: one.numel())
-    return found, flops.Flops(per_sample, peak_per_s(largest.device, computes_in or largest.dtype))
+    device, dtype = largest.device, computes_in or largest.dtype
+    kind = KINDS.get(dtype, "")
+    if kind == "fp32" and accelerator.has_tf32(device) and torch.get_float32_matmul_precision() != "highest":
+        kind = "tf32"
+    sheet = 0.0 if device.type == "cpu" else sheet_per_s(accelerator.name(device), kind)
+    return found, flops.Flops(per_sample, peak_per_s(device, dtype), sheet)
 
 
 def peak_per_s(device: torch.device, dtype: torch.dtype) -> float:

@@ -9,6 +9,7 @@ import pytest
 
 from hpctrain.comm.group import TIMEOUT_S, Group
 from hpctrain.comm.world import World, alone
+from hpctrain.train.data_sheets import sheet_per_s
 from hpctrain.train.flops import Flops, of_all
 
 Told = list[tuple[int, int, Flops | None]]
@@ -44,7 +45,34 @@ def found(told: Told) -> Flops | None:
         ([(0, 0, Flops(6, 2)), (0, 1, None)], None),
         ([(0, 0, Flops(0, 2)), (1, 0, Flops(0, 2))], None),
         ([(0, 0, None)], None),
+        ([(0, 0, Flops(6, 2, 8)), (0, 0, Flops(6, 4, 10))], Flops(6, 3, 9)),
+        ([(0, 0, Flops(6, 2, 8)), (0, 0, Flops(6, 4))], Flops(6, 3)),
     ],
 )
 def test_all_parts_of_a_model_count_alike_and_none_may_be_unknown(told: Told, wanted: Flops | None) -> None:
     assert found(told) == wanted
+
+
+def test_utilisation_is_of_the_data_sheets_peak_if_there_is_one() -> None:
+    assert Flops(6.0, 60.0).utilisation(5.0) == 0.5
+    assert Flops(6.0, 60.0, 100.0).utilisation(5.0) == 0.3
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
+        ("NVIDIA H100 PCIe", "tf32", 378.0),
+        ("NVIDIA H200 NVL", "bf16", 835.5),
+        ("NVIDIA GH200 480GB", "fp16", 989.4),
+        ("NVIDIA A100-SXM4-80GB", "fp32", 19.5),
+        ("Tesla V100-SXM2-32GB", "fp16", 125.0),
+        ("Tesla V100-SXM2-32GB", "bf16", 0.0),
+        ("AMD Instinct MI250X", "tf32", 0.0),
+        ("Intel(R) Data Center GPU Max 1550", "bf16", 419.0),
+        ("NVIDIA T4", "fp16", 0.0),
+        ("NVIDIA A100-SXM4-80GB", "", 0.0),
+    ],
+)
+def test_peaks_of_data_sheets_are_found_by_name_and_type(name: str, kind: str, tflops: float) -> None:
+    assert sheet_per_s(name, kind) == pytest.approx(1e12 * tflops)
