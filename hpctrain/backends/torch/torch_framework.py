@@ -21,12 +21,11 @@ from hpctrain.backends.torch.strategies.strategy import Prepared
 from hpctrain.backends.torch.task.checks import TORCH, judges, try_metrics
 from hpctrain.backends.torch.torch_metrics import to_host
 from hpctrain.comm.group import Group
-from hpctrain.errors import UserError
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.tasks.mean_check import require_mean
 from hpctrain.train.evaluation import try_meters
 from hpctrain.train.flops import Flops
-from hpctrain.train.framework import Facts, FrameworkOfParts, HostBatch, StepResult, Sums, copied, samples_of
+from hpctrain.train.framework import Facts, FrameworkOfParts, HostBatch, Sums, copied, samples_of
 from hpctrain.train.metrics import Meter, Seen
 from hpctrain.train.schedule import Factors
 
@@ -60,16 +59,11 @@ class TorchFramework(FrameworkOfParts):
         self.prepared, self.world, self.host, self.device = prepared, parts.world, parts.compute, parts.compute.device
         self.task, self.model, self.optimizer = parts.task, parts.model, parts.task.optimizer
         self.flops: Flops | None = None
-        self.frozen = [(name, one) for name, one in self.model.named_parameters() if not one.requires_grad]
-        """Frozen parameters, which are in no reducer."""
+        self.step = program.run
 
     @property
     def facts(self) -> Facts:
-        exchanges, source, updates = self.parts.exchanges, self.source, self.prepared.updates
-        assert updates is not None, "the last strategy has made some"
-        tables = {id(one) for reducers in updates.reducers.values() for one in reducers.sparse}
-        apart = tables | self.parts.partition.complete
-        gradient_bytes = sum(4 * as_real(one).numel() for one in source.averages.parameters if id(one) not in apart)
+        exchanges, source, gradient_bytes = self.parts.exchanges, self.source, self._gradient_bytes
         reducer = exchanges.used.name if exchanges.used else None
         on_host = self.device.type != "cpu" and reducer is not None and reducer.startswith("mpi")
         return Facts(
@@ -87,16 +81,16 @@ class TorchFramework(FrameworkOfParts):
             nccl=settings_of(self.device),
         )
 
+    @functools.cached_property
+    def _gradient_bytes(self) -> int:
+        updates = self.prepared.updates
+        assert updates is not None, "the last strategy has made some"
+        tables = {id(one) for reducers in updates.reducers.values() for one in reducers.sparse}
+        apart = tables | self.parts.partition.complete
+        return sum(4 * as_real(one).numel() for one in self.source.averages.parameters if id(one) not in apart)
+
     def set_learning_rate(self, factors: Factors) -> None:
         self.source.optimizer_state.set_rates(factors)
-
-    def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> StepResult:
-        if (thawed := next((name for name, one in self.frozen if one.requires_grad), None)) is not None:
-            raise UserError(
-                f"{thawed} of the model was unfrozen after the run had started, so its gradients would not be averaged",
-                "leave requires_grad on in the task, and switch it off and on later, in before_fit or a step of a hook",
-            )
-        return self.program.run(micro_batches, global_samples)
 
     def dry_call(self, batch: HostBatch, validation: Sequence[HostBatch] = (), pair: HostBatch | None = None) -> None:
         parts = self.parts

@@ -33,6 +33,7 @@ from hpctrain.reduce.flat_layout import (
 from hpctrain.reduce.int8_sum import Residue, residue_of
 from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
 from hpctrain.reduce.ring_allreduce import PIECE_BYTES
+from hpctrain.train.clock import Phase, StepClock
 
 Number: TypeAlias = float | torch.Tensor
 """A float, or a scalar tensor on any device."""
@@ -67,16 +68,30 @@ class Reducer(SummedGradients, Protocol):
 
     Each update calls ``begin``, backward (if several times, with ``last_backward`` False before all but the last), and
     ``exchange``. Losses must be scaled before backward as ExchangeResult describes; afterwards, ``grad`` of each
-    parameter is the sum.
+    parameter is the sum. Unless a reducer overrides the methods for that, no gradient arrives early.
     """
 
     name: str
     """Name of the candidate, such as mpi-node."""
-    last_backward: bool
+    last_backward: bool = True
     """Whether the next backward completes the gradients, so that they may be sent while it runs."""
+    residue: Residue | None = None
+    """Rounding error of int8 sums."""
 
     def begin(self) -> None:
         """Drops all gradients."""
+
+    def let_arrive_early(self, allowed: bool) -> None:
+        """Lets gradients arrive after ``exchange``, if possible, from the next update on; the same on all ranks."""
+        return
+
+    def begin_pass(self, is_last: bool) -> None:
+        """Sets ``last_backward``, before each forward and each backward pass. Collective if each pass is summed."""
+        self.last_backward = is_last
+
+    def before_backward(self, totals: Callable[[], tuple[Number, Number | None]]) -> None:
+        """Called before each backward pass of an update; ``totals`` returns what ``exchange`` would get after it."""
+        return
 
     def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> ExchangeResult:
         """Sums gradients over the ranks; returns the loss and divisor sent with them. Collective.
@@ -85,6 +100,16 @@ class Reducer(SummedGradients, Protocol):
             loss: this rank's part of the mean loss; or its loss sum over ``global_samples`` if a weight is given.
             weight: this rank's weight, over ``global_samples``, of a (sum, weight) loss.
         """
+
+    def parts(self, clock: StepClock) -> Iterator[list[torch.Tensor]]:
+        """Yields ``gradients``, at once or as they arrive; then only those parameters have ``grad`` set.
+
+        The clock is marked after each wait.
+        """
+        yield self.gradients()
+
+    def spread(self) -> bool:
+        return False
 
     def close(self) -> None:
         """Stops taking gradients, ends threads and frees memory."""
@@ -110,7 +135,7 @@ class WithNorm:
         self.known_norm = None
 
 
-class NoReducer(WithNorm):
+class NoReducer(WithNorm, Reducer):
     """For one rank: gradients stay where autograd puts them."""
 
     name = "none"
@@ -127,7 +152,6 @@ class NoReducer(WithNorm):
         self.parameters = [parameter for _, parameter in parameters]
         self.tables = tables or SparseGradients(())
         self.sparse = sparse
-        self.last_backward = True
 
     def begin(self) -> None:
         self.known_norm = None
@@ -156,9 +180,6 @@ class NoReducer(WithNorm):
     def summed(self) -> Sequence[tuple[str, torch.Tensor]]:
         return self.named
 
-    def spread(self) -> bool:
-        return False
-
     def close(self) -> None:
         self.tables.close()
 
@@ -182,7 +203,7 @@ class ByFlatGradients:
         self.flat_gradients.last_backward = value
 
 
-class FlatReducer(ByFlatGradients, WithNorm):
+class FlatReducer(ByFlatGradients, WithNorm, Reducer):
     """Sums gradients in one flat buffer over the ranks, and those of tables separately.
 
     Gradients of parameters that only this rank has (``own``) are complete without a sum; ``norm`` is then this rank's
@@ -215,7 +236,7 @@ class FlatReducer(ByFlatGradients, WithNorm):
         self.residue, self.needs_norm = residue, needs_norm
         self.arrive = arrive
         self.early = self.has_loss = False
-        """Early: the loss is sent first, ``exchange`` waits only for the loss, and ``arrivals`` yields gradients."""
+        """Early: the loss is sent first, ``exchange`` waits only for the loss, and ``parts`` waits for gradients."""
         self.name, self.named = name, named
         self.flat_gradients = flat_gradients
         self.sum = sum_
@@ -224,11 +245,11 @@ class FlatReducer(ByFlatGradients, WithNorm):
         self.converts = any(one.dtype.to_real() != sum_.flat.dtype for one in flat_gradients.parameters)
         self.slots = sum_.flat[boundary:]
         self.others = [one for one in (tables, own) if one is not None]
-        self.parts = flat_gradients.parts(PARTS)
+        self.arrivals = flat_gradients.parts(PARTS)
         flat_gradients.attach()
 
     def let_arrive_early(self, allowed: bool) -> None:
-        """Allows gradients to arrive early, if possible, from the next update on. The same on all ranks."""
+        """See Reducer."""
         self.early = allowed and self.arrive is not None and not self.converts
 
     def begin(self) -> None:
@@ -236,6 +257,11 @@ class FlatReducer(ByFlatGradients, WithNorm):
         self.flat_gradients.begin()
         for one in self.others:
             one.begin()
+
+    def before_backward(self, totals: Callable[[], tuple[Number, Number | None]]) -> None:
+        """See Reducer."""
+        if self.early and self.last_backward:
+            self.put_loss(*totals())
 
     def put_loss(self, loss: Number, weight: Number | None) -> None:
         """Sets the loss and weight for ``exchange``; called before the first gradient if they are sent early."""
@@ -261,13 +287,16 @@ class FlatReducer(ByFlatGradients, WithNorm):
         self.known_norm, slots = taken_apart(numbers.tolist())
         return read_slots(slots)
 
-    def arrivals(self) -> Iterator[list[torch.Tensor]]:
-        """Yields some parameters' gradients at a time while others are on their way; only those have ``grad`` set."""
-        if self.arrive is not None:
-            for buckets, elements, members in self.parts:
-                self.arrive(1 + buckets.stop)
-                self.flat_gradients.publish(members)
-                yield [self.sum.flat[elements]]
+    def parts(self, clock: StepClock) -> Iterator[list[torch.Tensor]]:
+        """See Reducer."""
+        if not self.early or self.arrive is None:
+            yield self.gradients()
+            return
+        for buckets, elements, members in self.arrivals:
+            self.arrive(1 + buckets.stop)
+            self.flat_gradients.publish(members)
+            clock.mark(Phase.EXCHANGE)
+            yield [self.sum.flat[elements]]
         self.finish()
 
     def finish(self) -> None:
@@ -284,9 +313,6 @@ class FlatReducer(ByFlatGradients, WithNorm):
 
     def summed(self) -> Sequence[tuple[str, torch.Tensor]]:
         return self.named
-
-    def spread(self) -> bool:
-        return False
 
     def close(self) -> None:
         self.flat_gradients.detach()

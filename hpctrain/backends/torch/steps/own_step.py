@@ -66,7 +66,7 @@ class Live:
         if name not in self.passes:
             reducer = self.exchanges.of[name]
             self.passes[name] = Passes(reducer, trained.rule.scale, self.global_samples)
-            reducer.last_backward = False  # which pass is the last is known only at the update
+            reducer.begin_pass(is_last=False)  # which pass is the last is known only at the update
         inputs = [parameter for parameter in trained.parameters if parameter.requires_grad]
         run = functools.partial(torch.autograd.backward, inputs=inputs, retain_graph=retain_graph or None)
         with self.setting.compute.autocast(enabled=False):

@@ -15,14 +15,13 @@ from torch.nn import Module
 from hpctrain.backends.joint_statistics import BatchNorms
 from hpctrain.backends.torch.device import Compute
 from hpctrain.backends.torch.performance import trying
-from hpctrain.backends.torch.reduce.reducer import FlatReducer
 from hpctrain.backends.torch.steps.updates import Exchanges, Passes, Trained
 from hpctrain.backends.torch.strategies.partition import Partition
 from hpctrain.backends.torch.task.checks import try_loss
 from hpctrain.backends.torch.task.shares import ONLY
 from hpctrain.backends.update import NotFinite, UpdateResult, ranks_at_fault
 from hpctrain.comm.world import World
-from hpctrain.reduce.flat_layout import ExchangeResult
+from hpctrain.errors import UserError
 from hpctrain.reduce.reducer_choice import ChosenReducer
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.clock import NO_CLOCK, Phase, StepClock
@@ -79,13 +78,13 @@ class LossPasses:
             self.parts.batch_norms.begin_micro_batch(number - 1)
             batch = compute.tensors(host)
             clock.mark(Phase.TO_DEVICE)
-            passes.reducer.last_backward = False  # gradients computed inside forward are not sent
+            passes.reducer.begin_pass(is_last=False)  # gradients computed inside forward are not sent
             with contextlib.nullcontext() if is_own else self.parts.unchanged():
                 with compute.autocast(), partition.passing():
                     score = self.loss(task.forward(self.called, batch), batch)
                 partition.leave()
                 clock.mark(Phase.FORWARD)
-                passes.reducer.last_backward = number == len(batches)
+                passes.reducer.begin_pass(is_last=number == len(batches))
                 passes.add(score, samples_of(host), is_own=is_own)
                 partition.finish(compute.device)
             clock.mark(Phase.BACKWARD)
@@ -121,24 +120,25 @@ class UpdateStep:
         self.updates = 0
 
     def run(self, micro_batches: Sequence[HostBatch], global_samples: int) -> UpdateResult:
-        parts, clock = self.parts, self.parts.clock
+        parts, clock, trained = self.parts, self.parts.clock, self.parts.trained[ONLY]
         parts.modes.train()
         if not self.updates:
             self.passes.begin(micro_batches)
-        exchanges = parts.exchanges.measured(functools.partial(self._rehearse, micro_batches, global_samples))
+        rehearse = functools.partial(self._rehearse, micro_batches, global_samples)
+        reducer = (parts.exchanges.used or parts.exchanges.measured(rehearse)).of[ONLY]
         self.updates += 1
-        reducer = exchanges.of[ONLY]
-        if isinstance(reducer, FlatReducer) and isinstance(self.passes, LossPasses) and self.updates > 1:
-            reducer.let_arrive_early(parts.trained[ONLY].by_parts and not self.passes.meets)
+        reducer.let_arrive_early(self.updates > 1 and trained.by_parts and not self.passes.meets)
+        passes = Passes(reducer, trained.rule.scale, global_samples)
         with parts.batch_norms.update(len(micro_batches)):
-            loss, totals = self._gradients(exchanges, micro_batches, global_samples, clock)
+            self.passes.run(passes, micro_batches, clock)
+            totals, loss = passes.exchange()
         clock.mark(Phase.EXCHANGE)
         if parts.compute.device.type == "cpu":  # GPU kernels may add in any order
             parts.partition.require_same_loss(loss, self.updates)
         if self.updates == 1:
             parts.partition.require_whole_gradients(reducer.summed(), parts.world.everyone)
         try:
-            decision = parts.trained[ONLY].update(reducer, totals, clock)
+            decision = trained.update(reducer, totals, clock)
         except NotFinite as error:
             raise ranks_at_fault(error, parts.world.data, math.isfinite(loss[0])) from None
         clock.mark(Phase.OPTIMIZER)
@@ -160,17 +160,10 @@ class UpdateStep:
 
     def _rehearse(self, micro_batches: Sequence[HostBatch], global_samples: int, exchanges: Exchanges) -> None:
         copies = list(map(copied, micro_batches))  # a task may change its inputs in place
-        with self.parts.batch_norms.update(len(copies)):
-            self._gradients(exchanges, copies, global_samples, NO_CLOCK)
-
-    def _gradients(
-        self, exchanges: Exchanges, micro_batches: Sequence[HostBatch], global_samples: int, clock: StepClock
-    ) -> tuple[tuple[float, float], ExchangeResult]:
-        """This rank's (loss sum, weight), and all ranks' totals."""
         passes = Passes(exchanges.of[ONLY], self.parts.trained[ONLY].rule.scale, global_samples)
-        self.passes.run(passes, micro_batches, clock)
-        totals, own = passes.exchange()
-        return own, totals
+        with self.parts.batch_norms.update(len(copies)):
+            self.passes.run(passes, copies, NO_CLOCK)
+            passes.exchange()
 
 
 class StepProgram(Protocol):
@@ -201,8 +194,17 @@ class Modes:
     model: Module
     frozen: list[Module] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.untrained = [(name, one) for name, one in self.model.named_parameters() if not one.requires_grad]
+        """Frozen parameters, which are in no reducer."""
+
     def train(self) -> None:
-        """Switches to training."""
+        """Switches to training. Raises UserError if a parameter has been unfrozen since the start."""
+        if (thawed := next((name for name, one in self.untrained if one.requires_grad), None)) is not None:
+            raise UserError(
+                f"{thawed} of the model was unfrozen after the run had started, so its gradients would not be averaged",
+                "leave requires_grad on in the task, and switch it off and on later, in before_fit or a step of a hook",
+            )
         if not self.model.training:
             self.model.train()
             for module in self.frozen:

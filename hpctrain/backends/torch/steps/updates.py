@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Parameter
 
-from hpctrain.backends.torch.reduce.reducer import FlatReducer, Number, Reducer, SummedGradients
+from hpctrain.backends.torch.reduce.reducer import Number, Reducer, SummedGradients
 from hpctrain.backends.torch.strategies.tp_group import HALVES
-from hpctrain.backends.torch.task.checks import has_hooks, require_scalar
+from hpctrain.backends.torch.task.checks import SCALAR, has_hooks
 from hpctrain.backends.update import Decision, NotFinite, UpdateRule
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
@@ -74,15 +74,15 @@ class Passes:
         """
         self.weighted = isinstance(score, tuple)
         total, part = score if self.weighted else (score, samples)
-        require_scalar(total)
+        if total.numel() != 1:
+            raise UserError(f"the loss has shape {list(total.shape)}", SCALAR)
         if total.dtype in HALVES:
             total = total.float()  # 16 bits cannot hold sums over samples or the loss scale
         times = (1 if self.weighted else samples) * is_own
         factor = self.scale * times / self.global_samples
         self.loss = self.loss + number(total) * times
         self.weight = self.weight + (number(part) if isinstance(part, Tensor) else part) * is_own
-        if self.reducer.last_backward and isinstance(self.reducer, FlatReducer) and self.reducer.early:
-            self.reducer.put_loss(*self.totals())
+        self.reducer.before_backward(self.totals)
         with differentiated():
             backward(total if factor == 1 else total * factor)
 
@@ -163,24 +163,20 @@ class Trained:
         Raises:
             NotFinite: loss or gradient is not finite; raised on all ranks.
         """
-        early = reducer if isinstance(reducer, FlatReducer) and reducer.early else None
         try:
             self.complete(reducer)
             norm = self.total_norm(reducer) if self.rule.needs_norm else None
             decision = self.rule.decide(totals, norm)
         except NotFinite:
-            if early:
-                early.finish()
+            deque(reducer.parts(clock), 0)  # gradients that are under way arrive
             raise
         if decision.factor is None:
             return decision
-        parts: Iterable[list[Tensor]] = early.arrivals() if early else [reducer.gradients()]
-        if early and self._is_watched:
+        parts = reducer.parts(clock)
+        if self._is_watched:
             deque(parts, 0)
-            parts = [reducer.gradients()]
+            parts = iter([reducer.gradients()])
         for gradients in parts:
-            if early:
-                clock.mark(Phase.EXCHANGE)
             if decision.factor != 1:
                 torch._foreach_mul_(gradients, decision.factor)
             self.optimizer.step()
@@ -207,8 +203,7 @@ class Exchanges:
     @property
     def residues(self) -> dict[str, Residue]:
         """Rounding errors of the reducers that compress to int8, by optimizer."""
-        flat = {name: reducer for name, reducer in self.of.items() if isinstance(reducer, FlatReducer)}
-        return {name: reducer.residue for name, reducer in flat.items() if reducer.residue is not None}
+        return {name: reducer.residue for name, reducer in self.of.items() if reducer.residue is not None}
 
     def close(self) -> None:
         """Closes all reducers."""

@@ -26,7 +26,7 @@ from torch.nn import Module, ModuleDict, ModuleList, Parameter, ParameterDict, P
 from torch.optim import Optimizer
 
 from hpctrain.backends.torch.process_groups import DefaultGroup
-from hpctrain.backends.torch.reduce.reducer import Number, fill_slots
+from hpctrain.backends.torch.reduce.reducer import Number, Reducer, fill_slots
 from hpctrain.backends.torch.state.optimizer import OptimizerPart, Slots
 from hpctrain.backends.torch.strategies.estimated import Estimated
 from hpctrain.backends.torch.strategies.memory_estimate import MemoryEstimate
@@ -306,7 +306,7 @@ class LayerOrder:
             self.hooks.pop().remove()
 
 
-class FullyShardedReducer:
+class FullyShardedReducer(Reducer):
     """See reduce.reducer.Reducer. FSDP2 has already summed gradients at the end of the last backward pass.
 
     Args:
@@ -330,21 +330,14 @@ class FullyShardedReducer:
         self.optimizers = optimizers
         self.ranks, self.needs_norm = ranks, needs_norm
         self.square = 0.0
-        self.is_last, self.updates = True, 0
+        self.updates = 0
         self.every = [one for one in tensor.every if one.own.requires_grad]
         self.known = {id(one.own) for one in tensor.every}
         self.memory = [(one, one.module.untyped_storage()) for one in tensor.every]
 
-    @property
-    def last_backward(self) -> bool:
-        """Whether the next backward pass exchanges gradients."""
-        return self.is_last
-
-    @last_backward.setter
-    def last_backward(self, value: bool) -> None:
-        self.is_last = value
-        self.tensor.root.set_is_last_backward(value)
-        self.tensor.root.set_requires_gradient_sync(value)
+    def begin_pass(self, is_last: bool) -> None:
+        self.tensor.root.set_is_last_backward(is_last)
+        self.tensor.root.set_requires_gradient_sync(is_last)
 
     def begin(self) -> None:
         self._require_memory()
@@ -382,10 +375,6 @@ class FullyShardedReducer:
 
     def norm(self) -> float:
         return math.sqrt(self.square)
-
-    def spread(self) -> bool:
-        """Does nothing: the next forward pass gathers updated parameters."""
-        return False
 
     def close(self) -> None:
         self.ranks.close()

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from hpctrain.backends.torch.process_groups import by_group, peers_of, word_of
 from hpctrain.backends.torch.reduce.gradients import FlatGradients, as_real, view_like
-from hpctrain.backends.torch.reduce.reducer import ByFlatGradients, Number, bucket_sizes, common_kind
+from hpctrain.backends.torch.reduce.reducer import ByFlatGradients, Number, Reducer, bucket_sizes, common_kind
 from hpctrain.backends.torch.reduce.sharded import GroupSharded, HostSharded, StagedSharded, TensorSharded
 from hpctrain.backends.torch.state.optimizer import Slots
 from hpctrain.backends.torch.steps.updates import ReducerSource
@@ -93,7 +93,7 @@ def has_rows(parameter: Tensor) -> bool:
     return parameter.ndim > 0 and torch.empty_like(parameter, device="meta").stride(0) == inner > 0
 
 
-class OwnGradients:
+class OwnGradients(Reducer):
     """Base of reducers for sharded parameters: ``grad`` of this rank's parts is the sum; whole parameters have None.
 
     Args:
@@ -152,7 +152,7 @@ class OwnGradients:
         return [parameter.data_ptr() for parameter in self.parameters]
 
 
-class ShardedReducer(OwnGradients, ByFlatGradients):
+class ShardedReducer(ByFlatGradients, OwnGradients):
     """A reducer that sums gradients where they are needed, and sends updated rows; see reduce.reducer.Reducer."""
 
     def __init__(

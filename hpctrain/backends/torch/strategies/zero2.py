@@ -73,14 +73,8 @@ class SlicedReducer(OwnGradients):
             if one.numel()
         ]
 
-    @property
-    def last_backward(self) -> bool:
-        """Always True: gradients are summed after each pass."""
-        return True
-
-    @last_backward.setter
-    def last_backward(self, value: bool) -> None:
-        if self.ready or self.sent:  # setting it twice before a pass does not end one
+    def begin_pass(self, is_last: bool) -> None:
+        if self.ready or self.sent:  # of the pass before; a forward pass has no gradients
             self._end_pass([1.0])
         self.under_way = True
 

@@ -121,12 +121,6 @@ def is_compiled(module: torch.nn.Module) -> bool:
 SCALAR = "return its mean over the samples, a scalar, or (sum, weight), two scalars"
 
 
-def require_scalar(loss: torch.Tensor) -> None:
-    """Raises UserError if a loss is not a scalar."""
-    if loss.numel() != 1:
-        raise UserError(f"the loss has shape {list(loss.shape)}", SCALAR)
-
-
 def read(score: Any, samples: int) -> tuple[float, float, float]:
     """See mean_check.LossReader."""
     total, weight = score if isinstance(score, tuple) else (score * samples, samples)

@@ -10,6 +10,7 @@ from hpctrain.backends.torch.reduce.gradients import FlatGradients
 from hpctrain.backends.torch.reduce.reducer import FlatReducer, NoReducer
 from hpctrain.errors import UserError
 from hpctrain.reduce.flat_layout import SLOTS, plan
+from hpctrain.train.clock import NO_CLOCK
 
 
 class Recorder:
@@ -59,7 +60,7 @@ def test_gradients_that_arrive_early_come_behind_the_loss_and_in_parts() -> None
         assert reducer.exchange(value.detach()).loss == pytest.approx(value.item())
         assert waited == [1]
         held = []
-        for (part,) in reducer.arrivals():
+        for (part,) in reducer.parts(NO_CLOCK):
             there = [index for index, parameter in enumerate(model.parameters()) if parameter.grad is not None]
             assert part.numel() >= sum(list(model.parameters())[index].numel() for index in there) > 0
             held += there

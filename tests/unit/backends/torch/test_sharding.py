@@ -162,9 +162,9 @@ def test_sliced_gradients_cross_the_wire_once_a_pass(eager: bool) -> None:
         window.sent = 0
         reducer.begin()
         for number, inputs in enumerate(given, start=1):
-            reducer.last_backward = False  # before forward, then before backward
+            reducer.begin_pass(is_last=False)  # before forward, then before backward
             loss = model(inputs).square().mean()
-            reducer.last_backward = number == passes
+            reducer.begin_pass(is_last=number == passes)
             loss.backward()
         reducer.exchange()
         assert window.sent == passes * sharded.layout.gradients

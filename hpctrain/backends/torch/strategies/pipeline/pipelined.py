@@ -141,7 +141,7 @@ class Pipelined:
                     under_way[each.micro_batch] = self._forward(batch, samples_of(host))
                     clock.mark(Phase.FORWARD)
                 else:
-                    passes.reducer.last_backward = each.micro_batch == len(micro_batches) - 1
+                    passes.reducer.begin_pass(is_last=each.micro_batch == len(micro_batches) - 1)
                     goes_on = following is not None and following.forward
                     self._backward(under_way.pop(each.micro_batch), passes, goes_on)
                     clock.mark(Phase.BACKWARD)
