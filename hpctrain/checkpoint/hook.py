@@ -79,9 +79,10 @@ class CheckpointHook(BaseHook):
     """The best of the run folder."""
 
     def __post_init__(self) -> None:
-        objects = [*self.state, *(Kept(f"{HOOKS}{hook.name}", hook) for hook in (self, *self.hooks))]
-        self.contents = Contents(self.store.group, objects, self.identity)
         self.schedule = SaveSchedule(self.policy, self.config)
+        own = Kept(f"{HOOKS}{self.name}", self.schedule)
+        objects = [*self.state, own, *(Kept(f"{HOOKS}{hook.name}", hook) for hook in self.hooks)]
+        self.contents = Contents(self.store.group, objects, self.identity)
         self.reporter = Reporter(self.store.group.rank == 0, self.report)
         self.copies = Copies(self.reporter, self.tiers, self.remote)
         self.opened = ExitStack()
@@ -183,14 +184,6 @@ class CheckpointHook(BaseHook):
             self._settle(self.saver.finish()).path_or_raise()
         wait_s = self.config.tiers.store.wait_s
         self.copies.finish(step, self.store.folder(step), min(wait_s, STOP_S) if is_requested else wait_s)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The best value of the watched metric."""
-        return self.schedule.state_dict()
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore the best value, unless it is of a different metric or mode."""
-        self.schedule.load_state_dict(saved)
 
     def close(self) -> None:
         self.opened.close()

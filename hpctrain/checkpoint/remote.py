@@ -222,9 +222,7 @@ class Remote:
 
     def vote(self) -> StepVote:
         """This rank's vote: ``store`` and ``store_away``."""
-        done = self.job.future.done() if self.job else True
-        sound = done and not (self.job and self.job.future.exception())
-        return StepVote(store=SaveVote(done, sound), store_away=self.problem is not None)
+        return StepVote(store=SaveVote.on(self.job.future if self.job else None), store_away=self.problem is not None)
 
     def advance(self, agreed: StepVote, step: int) -> list[Event]:
         """Enter the next stage if all ranks have finished; ``step`` is the run's current step.

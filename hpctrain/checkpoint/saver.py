@@ -266,8 +266,7 @@ class Saver:
 
     def vote(self, is_late: bool = False) -> SaveVote:
         """This rank's vote; ``is_late`` if a save is due by its clock."""
-        done = self.job.future.done() if self.job else True
-        return SaveVote(done, done and not (self.job and self.job.future.exception()), is_late and self.idle)
+        return SaveVote.on(self.job.future if self.job else None, is_late and self.idle)
 
     def advance(self, agreed: SaveVote) -> SaveResult | None:
         """Enter the next stage if all ranks have finished the current one; returns the result after the last stage.

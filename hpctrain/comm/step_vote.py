@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -22,6 +23,12 @@ class SaveVote:
     """Whether all ranks have finished it without an error."""
     due: bool = False
     """Whether any rank says that the next save is due."""
+
+    @classmethod
+    def on(cls, work: Future[Any] | None, due: bool = False) -> SaveVote:
+        """This rank's vote on a stage's work in the background; None if there is none."""
+        done = work is None or work.done()
+        return cls(done, done and (work is None or work.exception() is None), due)
 
 
 @dataclass(frozen=True)
