@@ -21,13 +21,11 @@ from hpctrain.backends.torch.strategies.strategy import Prepared
 from hpctrain.backends.torch.task.checks import TORCH, judges, try_metrics
 from hpctrain.backends.torch.torch_metrics import to_host
 from hpctrain.comm.group import Group
-from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.tasks.mean_check import require_mean
 from hpctrain.train.evaluation import try_meters
 from hpctrain.train.flops import Flops
 from hpctrain.train.framework import Facts, FrameworkOfParts, HostBatch, Sums, copied, samples_of
 from hpctrain.train.metrics import Meter, Seen
-from hpctrain.train.schedule import Factors
 
 
 class TorchFramework(FrameworkOfParts):
@@ -59,7 +57,7 @@ class TorchFramework(FrameworkOfParts):
         self.prepared, self.world, self.host, self.device = prepared, parts.world, parts.compute, parts.compute.device
         self.task, self.model, self.optimizer = parts.task, parts.model, parts.task.optimizer
         self.flops: Flops | None = None
-        self.step = program.run
+        self.step, self.use, self.set_learning_rate = program.run, parts.exchanges.use, source.optimizer_state.set_rates
 
     @property
     def facts(self) -> Facts:
@@ -89,9 +87,6 @@ class TorchFramework(FrameworkOfParts):
         apart = tables | self.parts.partition.complete
         return sum(4 * as_real(one).numel() for one in self.source.averages.parameters if id(one) not in apart)
 
-    def set_learning_rate(self, factors: Factors) -> None:
-        self.source.optimizer_state.set_rates(factors)
-
     def dry_call(self, batch: HostBatch, validation: Sequence[HostBatch] = (), pair: HostBatch | None = None) -> None:
         parts = self.parts
         with parts.unchanged(), parts.compute.autocast(), parts.batch_norms.trial(), self.prepared.uncompiled():
@@ -117,10 +112,6 @@ class TorchFramework(FrameworkOfParts):
             values = trained[index].reshape(-1)
             values[part] = torch.from_numpy(flat[place])
             trained[index].copy_(values.view_as(trained[index]))
-
-    def use(self, choice: ReducerChoice) -> None:
-        """See backends.local_training.Apart."""
-        self.parts.exchanges.use(choice)
 
     def close(self) -> None:
         self.parts.exchanges.close()
