@@ -118,6 +118,12 @@ def environment() -> dict[str, str]:
     return env | {"SLURM_TIME_FORMAT": "standard"}  # times are compared (who_ends)
 
 
+def forget_srun_options() -> None:
+    """Removes variables that srun takes for options, as an interactive allocation may have: its steps are the run's."""
+    for name in [name for name in os.environ if name.startswith("SRUN_")]:
+        del os.environ[name]
+
+
 def run(words: Sequence[str], timeout_s: float = TIMEOUT_S, **variables: str) -> str:
     """Runs a command and returns what it prints; raises RunFailed, or a subclass, with Slurm's message."""
     command, env = [find(words[0]), *words[1:]], environment() | variables

@@ -53,6 +53,7 @@ def supervise_job(run_file: str, overrides: Sequence[str] = (), verbose: bool = 
     job, parent = current(), os.getppid()
     if job is None:
         raise UserError("this is not a Slurm job", "submit the run with hpctrain submit; hpctrain run needs no Slurm")
+    client.forget_srun_options()
     signals = StopSignals()  # until this process ends, as Slurm's must not interrupt what follows the ranks' end either
     signals.install()
     config = load(run_file, overrides)

@@ -12,7 +12,7 @@ from hpctrain.cli import main
 from hpctrain.config.sections import LaunchConfig, SlurmConfig
 from hpctrain.errors import ExitCode
 from hpctrain.launch.engines.jobs import Submitted, record, submissions
-from hpctrain.launch.engines.slurm import client, profile, submission
+from hpctrain.launch.engines.slurm import client, profile, submission, supervise
 from hpctrain.launch.engines.slurm.job import Job
 from hpctrain.launch.engines.slurm.requeue import succeed
 from hpctrain.run.folder import RunDir
@@ -61,6 +61,18 @@ def test_no_variable_of_the_user_is_an_option_of_slurms_commands(monkeypatch: py
     given = client.environment()
     assert {name for name in given if given[name] == "x"} == set()
     assert given["SLURM_CONF"] == "/etc/elsewhere.conf" and given["OTHER"] == "stays"
+
+
+def test_steps_of_a_job_do_not_take_srun_s_options_from_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SRUN_EXPORT_ENV", "NONE")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(supervise, "current", lambda: object())
+    monkeypatch.setattr(supervise, "StopSignals", None)  # ends the function
+    with pytest.raises(TypeError):
+        supervise.supervise_job(str(tmp_path / "run.yaml"))
+    assert "SRUN_EXPORT_ENV" not in os.environ and os.environ["SLURM_JOB_ID"] == "7"
 
 
 def test_every_command_of_slurms_gets_that_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
