@@ -68,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
     if args.steps < runs.LEAST_STEPS or args.rounds < 1 or not 0 < args.threshold < 1:
         fix = f"give --steps {runs.LEAST_STEPS} or more, --rounds 1 or more, --threshold between 0 and 1"
         raise UserError("--steps, --rounds or --threshold is out of range", fix)
+    if not args.slurm:
+        runs.require_one_machine()
     modes: list[Mode] = ["weak", "strong"] if args.mode == "both" else [args.mode]
     cores = None if args.slurm else usable_cores()
     threads = None if cores is None else config.train.threads or threads_per_rank(cores, ranks[-1])

@@ -21,6 +21,7 @@ from hpctrain.config.loading import dump
 from hpctrain.config.sections import CheckpointConfig, Config, EarlyStopConfig, LaunchConfig, TrackConfig
 from hpctrain.errors import RunFailed, UserError
 from hpctrain.launch.engines.slurm.directives import ranks_per_node
+from hpctrain.launch.engines.slurm.job import current
 from hpctrain.run.events import RunFinished, RunStarted, Train
 from hpctrain.run.folder import RunDir
 from hpctrain.run.run_status import Outcome
@@ -198,6 +199,16 @@ def write(jobs: Sequence[ScalingJob], output: Path) -> None:
             fix = "name another folder with --output, or remove this one"
             raise UserError(f"{output} holds measurements of another run file, or with other options", fix)
         write_atomically(file, text.encode())
+
+
+def require_one_machine() -> None:
+    """Raises UserError in a Slurm job of several nodes, of which ``run_here`` would use one."""
+    job = current()
+    if job is not None and job.nodes > 1:
+        raise UserError(
+            f"without --slurm all sizes run on this machine, and job {job.id} has {job.nodelist}",
+            "give --slurm on a login node: each size is a job; or env -u SLURM_JOB_ID hpctrain bench scaling ...",
+        )
 
 
 def run_here(jobs: Sequence[ScalingJob]) -> None:

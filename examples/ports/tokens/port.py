@@ -34,6 +34,8 @@ class Tokens(IterableDataset):
 
     def __init__(self, folder):
         self.shards = sorted(folder.glob("*.tar"))
+        if not self.shards:
+            raise FileNotFoundError(f"{folder} has no tar files")
 
     def __iter__(self):
         rest = []

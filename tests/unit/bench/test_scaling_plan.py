@@ -12,9 +12,10 @@ from hpctrain.bench import scaling
 from hpctrain.bench import scaling_runs as runs
 from hpctrain.bench.scaling_model import Shape
 from hpctrain.bench.scaling_runs import EXCHANGE_FILE, batches, further, jobs, shapes
+from hpctrain.cli import main
 from hpctrain.config.loading import load
 from hpctrain.config.sections import Config, LaunchConfig, TrainConfig
-from hpctrain.errors import UserError
+from hpctrain.errors import ExitCode, UserError
 from hpctrain.run.event_log import EventWriter
 from hpctrain.run.events import RunFinished, Train
 from hpctrain.run.folder import RunDir
@@ -104,3 +105,15 @@ def test_ranks_that_are_no_numbers(words: str) -> None:
 def test_links_that_are_none(words: str) -> None:
     with pytest.raises(UserError):
         scaling.parse_link(words)
+
+
+def test_several_nodes_of_a_job_want_slurm(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``hpctrain run``, which would measure there, uses one machine."""
+    for name, value in {"JOB_ID": "7", "JOB_NODELIST": "n[1-2]", "JOB_NUM_NODES": "2", "NTASKS": "4"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    (tmp_path / "run.yaml").write_text("name: r\ntask: wave.py:task\ntrain: {epochs: 3, global_batch: 32}\n")
+    assert main(["bench", "scaling", str(tmp_path / "run.yaml")]) == ExitCode.USER_ERROR
+    said = capsys.readouterr().err
+    assert "job 7 has n[1-2]" in said and "give --slurm" in said

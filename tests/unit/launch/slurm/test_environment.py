@@ -68,7 +68,7 @@ def test_steps_of_a_job_do_not_take_srun_s_options_from_variables(
 ) -> None:
     monkeypatch.setenv("SRUN_EXPORT_ENV", "NONE")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setattr(supervise, "current", lambda: object())
+    monkeypatch.setattr(supervise, "current", object)
     monkeypatch.setattr(supervise, "StopSignals", None)  # ends the function
     with pytest.raises(TypeError):
         supervise.supervise_job(str(tmp_path / "run.yaml"))
