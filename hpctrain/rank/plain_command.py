@@ -281,7 +281,8 @@ def ending(
     """
     final = code in (ExitCode.USER_ERROR, ExitCode.DO_NOT_REQUEUE)
     if code == ExitCode.STOPPED or (asked and not final):
-        return dataclasses.replace(word, ending=Ending.STOPPED, exit_code=ExitCode.STOPPED)
+        # a program that ends with 0 has either stopped or come to its end at that moment
+        return dataclasses.replace(word, ending=Ending.STOPPED, exit_code=ExitCode.STOPPED if code else ExitCode.DONE)
     if code == ExitCode.DONE:
         return dataclasses.replace(word, ending=Ending.COMPLETED, exit_code=ExitCode.DONE)
     how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"

@@ -62,6 +62,7 @@ def render(
         .render(
             summary=summarize(data),
             explanation=explanation,
+            short="too short to judge" if data.run.account.is_short else "",
             sections=sections,
             pictures=pictures,
             checkpoints=[_row(event, CHECKPOINT) for event in data.all(CheckpointSaved)],

@@ -15,6 +15,8 @@ from hpctrain.report.drawing import Chart
 from hpctrain.report.summary import Span
 from hpctrain.run.history import RunHistory, Series
 
+NOT_METRICS = frozenset(("loss", "lr", "learning_rate", "samples_per_s", "grad_norm", "mfu"))
+"""Numbers of ``train`` events that are not metrics of the task."""
 POINTS = 400
 """Most points of a curve."""
 MOST_ROWS, MOST_COLUMNS = 64, 120
@@ -59,10 +61,13 @@ def line_sections(data: RunHistory, attempts: Sequence[Span]) -> list[ReportSect
         losses["validation loss"] = data.metrics["loss"]
     losses |= {f"validation {name}": series for name, series in data.metrics.items() if name.endswith("/loss")}
     others = {name: series for name, series in data.metrics.items() if not f"/{name}".endswith("/loss")}
+    trained = {f"training {name}": series for name, series in data.train.items() if name not in NOT_METRICS}
+    rate = ("learning_rate", "Learning rate") if "learning_rate" in data.train else ("lr", "Learning rate, as a factor")
     wanted = [
         ("loss", "Loss", losses, False),
         ("metrics", "Validation metrics", others, False),
-        ("learning_rate", "Learning rate, as a factor", {k: v for k, v in data.train.items() if k == "lr"}, True),
+        ("training_metrics", "Training metrics", trained, False),
+        ("learning_rate", rate[1], {k: v for k, v in data.train.items() if k == rate[0]}, True),
         ("mfu", "Model FLOPs utilisation", {k: v for k, v in data.train.items() if k == "mfu"}, True),
         ("throughput", "Samples per second", {k: v for k, v in data.train.items() if k == "samples_per_s"}, True),
     ]

@@ -47,6 +47,7 @@ def summarize(data: RunHistory) -> dict[str, Any]:
         "plan": (run.newest.plan if run.newest else "") or None,
         "git_commit": run.newest.git_commit if run.newest else None,
         "final_loss": final(data.train.get("loss")),
+        "final_learning_rate": final(data.train.get("learning_rate")),
         "metrics": {name: extremes(series) for name, series in sorted(data.metrics.items())},
         "samples_per_s_median": median(data.train.get("samples_per_s")),
         "mfu_median": median(data.train.get("mfu")),

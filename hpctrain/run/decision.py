@@ -151,7 +151,8 @@ def _orderly(words: Sequence[LastWord], attempts: Sequence[Attempt], stop: Stop 
     if not saves and not (stop and stop.by_person):
         reason = f"stopped by {stop.by}" if stop else f"asked to be run again (exit code {ExitCode.STOPPED:d})"
         saved = attempts[-1].to_step if attempts else None
-        if saved is not None and not attempts[-1].has_progressed:
+        perhaps_done = bool(words) and all(word.exit_code == ExitCode.DONE for word in words)
+        if saved is not None and not attempts[-1].has_progressed and not perhaps_done:
             return _no_further(reason)
         reason += "" if saved is None else f", with a checkpoint of step {saved}"
         return RunVerdict(Action.REQUEUE, ExitCode.STOPPED, reason, again, code=code)

@@ -91,6 +91,8 @@ class Train(Event, name="train"):
 
     loss: float | None = None
     lr: float | None = None
+    """Factor on the optimizer's learning rate; ``learning_rate`` is the rate itself."""
+    learning_rate: float | None = None
     samples_per_s: float | None = None
     seconds: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
     steps: int | None = None
@@ -102,7 +104,7 @@ class Train(Event, name="train"):
     def numbers(self) -> dict[str, float]:
         """Returns the measured numbers by name, including a task's own metrics."""
         named = {"loss": self.loss, "lr": self.lr, "samples_per_s": self.samples_per_s}
-        named |= {"grad_norm": self.grad_norm, "mfu": self.mfu}
+        named |= {"learning_rate": self.learning_rate, "grad_norm": self.grad_norm, "mfu": self.mfu}
         return {name: value for name, value in {**self.more, **named}.items() if is_number(value)}
 
     def seconds_per_step(self) -> dict[str, float]:

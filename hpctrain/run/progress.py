@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from hpctrain.run import events
 from hpctrain.run.time_account import Sums
+from hpctrain.system.json_shape import is_number
 
 Kind = TypeVar("Kind", bound=events.Event)
 
@@ -74,7 +75,7 @@ class Progress:
         self.last_time: float | None = None
         """Time of the newest event, Unix seconds."""
         self.curves: dict[str, ProgressCurve] = {}
-        """Curves by name: loss, lr, and validation metrics as ``validation NAME``."""
+        """Curves by name: loss, lr, learning rate, metrics as ``training NAME`` and ``validation NAME``."""
         self.findings: dict[tuple[object, ...], events.Straggler] = {}
         """The monitor's confirmed findings in this attempt that are not over."""
         self.warnings: deque[Warned] = deque(maxlen=WARNINGS)
@@ -107,6 +108,9 @@ class Progress:
             self._marks.append((event.time, event.step))
             self._point("loss", event.step, event.loss)
             self._point("lr", event.step, event.lr)
+            self._point("learning rate", event.step, event.learning_rate)
+            for key, value in event.more.items():
+                self._point(f"training {key}", event.step, value if is_number(value) else None)
         elif isinstance(event, events.Eval):
             for key, value in event.metrics.items():
                 self._point(f"validation {key}", event.step, value)

@@ -20,6 +20,8 @@ ATTEMPTS = 1000
 """Number of newest attempts whose times are kept."""
 CLOCKS_S = 10.0
 """Seconds by which clocks of machines may differ; by more, a clock was set back."""
+SHORT_S = 60.0
+"""Runs below this wall time mostly start and warm up: fractions of their time say nothing about longer ones."""
 RECOVERIES = 64
 """Number of newest recoveries kept; the sums include all."""
 
@@ -50,10 +52,17 @@ class TimeAccount:
     """Whether a clock was set back: ``wall_s`` is then at least the sum of the others, and none is exact."""
 
     @property
+    def is_short(self) -> bool:
+        """Whether the run is too short for its fractions to mean anything, and survived no failure."""
+        return self.wall_s < SHORT_S and not self.failures
+
+    @property
     def text(self) -> str:
         """The account as a sentence; empty before the first step."""
         if self.goodput is None:
             return ""
+        if self.is_short:
+            return f"too short to judge ({duration(self.wall_s)})"
         again = f", {self.repeated_steps} steps done again" if self.repeated_steps else ""
         failures = "1 failure" if self.failures == 1 else f"{self.failures} failures"
         lost = {f"to {failures}{again}": self.failures_s, "waiting": self.waiting_s, "saving": self.saving_s}

@@ -92,7 +92,8 @@ def describe(event: Event) -> str:
     if isinstance(event, Train):
         of = f"/{event.total_steps}" if event.total_steps else ""
         rate = f"{number(event.samples_per_s)} samples/s"
-        return f"step {event.step}{of}  loss {number(event.loss)}  lr x{number(event.lr)}  {rate}"
+        lr = f"x{number(event.lr)}" if event.learning_rate is None else number(event.learning_rate)
+        return f"step {event.step}{of}  loss {number(event.loss)}  lr {lr}  {rate}"
     if isinstance(event, Eval):
         metrics = "  ".join(f"{name} {number(value)}" for name, value in event.metrics.items())
         return f"step {event.step}  validation: {metrics}"

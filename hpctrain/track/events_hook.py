@@ -171,6 +171,7 @@ class EventsHook(BaseHook):
             grad_norm=means.pop("grad_norm", None),
             mfu=self.flops.utilisation(samples_per_s / data.size) if self.flops else None,
             lr=first_factor(training.schedule(state.step - 1)),
+            learning_rate=training.framework.facts.learning_rate,
             samples_per_s=samples_per_s,
             seconds=seconds,
             steps=steps,

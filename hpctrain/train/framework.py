@@ -89,6 +89,8 @@ class Facts:
     """Version and variables of NCCL, if the model is on a GPU that uses it."""
     advice: Sequence[str] = ()
     """Sentences on what this run leaves unused of its device."""
+    learning_rate: float | None = None
+    """Current learning rate of the optimizer's first parameter group; None if it has none."""
     through_host_s: float = 0.0
     """Estimated seconds per update in which gradients of GPUs go through host memory; 0 if they do not."""
 

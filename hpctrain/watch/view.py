@@ -13,6 +13,7 @@ from hpctrain.run.events import CheckpointSaved, Eval, RankDevice, Recovered, Ru
 from hpctrain.run.progress import Progress, Warned
 from hpctrain.run.run_status import ORDERLY, LiveRank, LiveWindow, QueueEntry, RunSnapshot, RunState, Word
 from hpctrain.run.time_account import TimeAccount
+from hpctrain.system.json_shape import is_number
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class View:
     silent_s: float | None
     """Time since the last event."""
     lines: tuple[Measured, ...] = ()
-    """Loss, validation metrics, learning rate."""
+    """Loss, training and validation metrics, learning rate."""
     checkpoint: Checkpoint | None = None
     phases_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds per step by phase, mean over the newest interval and the ranks; longest first."""
@@ -163,9 +164,14 @@ def _limit_in(job: QueueEntry | None, age_s: float) -> float | None:
 def _lines(progress: Progress) -> list[Measured]:
     train, evaluated = progress.newest(Train), progress.newest(Eval)
     values: dict[str, tuple[float | None, int]] = {"loss": (train.loss, train.step)} if train else {}
+    if train:
+        metrics = {name: value for name, value in train.more.items() if is_number(value)}
+        values |= {f"training {name}": (value, train.step) for name, value in metrics.items()}
     if evaluated:
         values |= {f"validation {name}": (value, evaluated.step) for name, value in evaluated.metrics.items()}
-    if train and train.lr is not None:
+    if train and train.learning_rate is not None:
+        values["learning rate"] = train.learning_rate, train.step
+    elif train and train.lr is not None:
         values["lr"] = train.lr, train.step
     curves = progress.curves
     return [

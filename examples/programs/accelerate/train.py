@@ -5,7 +5,7 @@ import time
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 
 from hpctrain.callbacks.accelerate import SaveOnStop
 
@@ -14,7 +14,9 @@ options.add_argument("--steps", type=int, default=200)
 options.add_argument("--seconds-per-step", type=float, default=0.0)
 args = options.parse_args()
 
-accelerator = Accelerator(cpu=not torch.cuda.is_available())
+# the order of each epoch depends on its number only, so that a resume in mid-epoch finds it again
+data = DataLoaderConfiguration(use_seedable_sampler=True)
+accelerator = Accelerator(cpu=not torch.cuda.is_available(), dataloader_config=data)
 set_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
 rows = torch.randn(320, 8, generator=torch.Generator().manual_seed(1))

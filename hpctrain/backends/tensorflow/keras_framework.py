@@ -78,8 +78,9 @@ class KerasFramework(FrameworkOfParts):
 
     @property
     def facts(self) -> Facts:
-        program = self.program
-        return Facts("tensorflow", self.source.leaves, program.gradient_bytes, program.reducer_name, self.flops)
+        program, rate = self.program, self.source.rates.current
+        reducer = program.reducer_name
+        return Facts("tensorflow", self.source.leaves, program.gradient_bytes, reducer, self.flops, learning_rate=rate)
 
     def set_learning_rate(self, factors: Factors) -> None:
         self.source.rates.multiply(factors)

@@ -69,6 +69,7 @@ class TorchFramework(FrameworkOfParts):
             leaves=source.task_state.leaves,
             gradient_bytes=gradient_bytes,
             reducer_name=reducer,
+            learning_rate=source.optimizer_state.learning_rate,
             through_host_s=gradient_bytes * HOST_S_PER_BYTE if on_host else 0.0,
             flops=self.flops,
             num_layers=self.prepared.num_layers,

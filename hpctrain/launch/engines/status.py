@@ -21,6 +21,7 @@ from hpctrain.run.resolve_run import elements_of
 from hpctrain.run.run_status import ALIVE, REFUSED, UNKNOWN, QueueEntry, RunSnapshot, RunState, Word
 from hpctrain.run.run_view import RunView
 from hpctrain.system import foreign_text
+from hpctrain.system.json_shape import is_number
 from hpctrain.system.quantities import duration, number
 
 RECOVERIES = 3
@@ -75,6 +76,8 @@ class RunStatus:
                 "checkpoint": found.checkpoint_step,
                 "unsaved_steps": found.unsaved_steps,
                 "loss": train.loss,
+                "learning_rate": train.learning_rate,
+                "metrics": {name: value for name, value in train.more.items() if is_number(value)},
                 "samples_per_s": train.samples_per_s,
                 "left_s": made.left_s,
                 "silent_s": self.time - made.last_time if made.last_time is not None else None,
@@ -197,7 +200,10 @@ def lines(statuses: Sequence[RunStatus]) -> list[str]:
             unknown = job.reason if job.state == UNKNOWN and job.reason not in why else ""
             text.append("  " + _join([named, unknown if not ended else "", job.nodes, *times]))
         train, newest = made.newest(Train), found.newest
-        rate = f"{number(train.samples_per_s)} samples/s" if train and train.samples_per_s else ""
+        steps_per_s = f"{number(made.steps_per_s)} steps/s" if made.steps_per_s else ""
+        rate = f"{number(train.samples_per_s)} samples/s" if train and train.samples_per_s else steps_per_s
+        measured = {"loss": train.loss, **train.more, "lr": train.learning_rate} if train else {}
+        values = [f"{name} {number(value)}" for name, value in measured.items() if is_number(value)]
         moves = not ended and status.state.word is not Word.UNKNOWN
         ahead = f"about {duration(made.left_s)} to go" if made.left_s is not None and moves else ""
         saved = f"checkpoint at {found.checkpoint_step}" if found.checkpoint_step is not None else ""
@@ -205,6 +211,7 @@ def lines(statuses: Sequence[RunStatus]) -> list[str]:
         step = _step(made) if made.step is not None or not ended else ""
         begun = f"attempt {newest.number}" if newest else "no attempt yet"
         text.append("  " + _join([begun, newest.plan if newest else "", step, rate, ahead, saved]))
+        text += ["  " + _join(values)] if values else []
         if ended and ended not in why:
             text.append(f"  last attempt: {ended}")
         if account := found.account.text:

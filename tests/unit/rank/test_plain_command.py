@@ -33,7 +33,7 @@ WORD = LastWord(1, "n1", 1, 1.0, 0.0)
         (0, False, Ending.COMPLETED, 0),
         (75, False, Ending.STOPPED, 75),
         (75, True, Ending.STOPPED, 75),
-        (0, True, Ending.STOPPED, 75),
+        (0, True, Ending.STOPPED, 0),
         (143, True, Ending.STOPPED, 75),
         (-15, True, Ending.STOPPED, 75),
         (3, False, Ending.FAILED, 3),

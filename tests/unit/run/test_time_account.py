@@ -104,9 +104,17 @@ def test_steps_that_took_longer_than_the_clock_says_are_the_least_of_the_wall_ti
 
 def test_without_attempts_the_events_are_the_run_and_without_steps_nothing_is_said() -> None:
     account = progress(event("run_started", 0, at=5), trained(10, at=15)).sums.account(())
-    assert (account.wall_s, account.goodput, account.text) == (10, 0.5, "50% of 10.0 s")
+    assert (account.wall_s, account.goodput, account.text) == (10, 0.5, "too short to judge (10.0 s)")
     nothing = Sums().account(())
     assert (nothing.wall_s, nothing.goodput, nothing.text) == (0, None, "")
+
+
+def test_a_short_run_is_not_judged_unless_it_survived_a_failure() -> None:
+    failure = recovered(1, 1, at=10, seconds=8.0, repeated=0)
+    short, failed = (progress(event("run_started", 0, at=0), *more, trained(10, at=59)) for more in ((), (failure,)))
+    assert short.sums.account(()).text == "too short to judge (59.0 s)"
+    assert failed.sums.account(()).text.startswith("8% of 59.0 s; lost: ")
+    assert progress(event("run_started", 0, at=0), trained(10, at=60)).sums.account(()).text == "8% of 1 min 00 s"
 
 
 def test_memory_does_not_grow_with_the_attempts() -> None:

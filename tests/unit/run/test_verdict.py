@@ -184,6 +184,8 @@ def test_a_program_that_reports_its_checkpoints_is_requeued_only_after_a_new_one
     advanced, stuck = (decide(stopped, [each], 3, stop, saves=False) for each in (ADVANCED, STUCK))
     assert advanced.action is Action.REQUEUE and advanced.reason.endswith(", with a checkpoint of step 20")
     assert stuck.action is Action.DO_NOT_REQUEUE and "without a new checkpoint" in stuck.reason
+    ended = [dataclasses.replace(each, exit_code=0) for each in stopped]
+    assert decide(ended, [STUCK], 3, stop, saves=False).action is Action.REQUEUE, "it may have come to its end"
 
 
 def test_lost_nodes_are_not_counted_as_failures_of_the_run():

@@ -35,6 +35,11 @@ def test_a_batch_log_gets_plain_lines():
     assert "\x1b" not in stream.getvalue()
 
 
+def test_the_learning_rate_itself_is_shown_where_it_is_known() -> None:
+    known = dataclasses.replace(train(8), lr=0.5, learning_rate=1.5e-4)
+    assert describe(known) == "step 8/8  loss 0.5  lr 0.00015  123.4 samples/s"
+
+
 def test_fast_steps_do_not_flood_a_log_but_the_last_one_is_shown():
     stream = io.StringIO()
     console = PlainConsole(stream)

@@ -125,6 +125,13 @@ def test_how_a_run_stands(
     assert found.why or found.word in (Word.NOT_STARTED, Word.RUNNING, Word.STOPPED)
 
 
+def test_the_learning_rate_itself_and_training_metrics_are_lines_of_their_own() -> None:
+    made = running()
+    add(made, {**trained(60, at=NOW), "lr": 0.5, "learning_rate": 1.5e-4, "accuracy": 0.25})
+    shown = text(view(progress=made))
+    assert "learning rate          0.00015" in shown and "training accuracy         0.25" in shown, shown
+
+
 def test_the_view_of_a_running_run() -> None:
     made = view(job=job("RUNNING", left="0:30"), job_age_s=10.0)
     assert (made.step, made.total_steps, made.steps_per_s) == (50, 100, pytest.approx(1.0))

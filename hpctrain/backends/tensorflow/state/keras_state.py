@@ -37,6 +37,11 @@ class Rates:
         self.factor: float | None = None
         """Last factor applied."""
 
+    @property
+    def current(self) -> float | None:
+        """Current learning rate of the first optimizer; None without one."""
+        return next((float(optimizer.learning_rate) for optimizer, _ in self.rates), None)
+
     def forget(self) -> None:
         """Forgets the last factor after loading, so that the run file's rates replace the saved ones."""
         self.factor = None

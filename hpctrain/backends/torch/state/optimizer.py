@@ -171,6 +171,12 @@ class OptimizerState:
             groups = enumerate(part.optimizer.param_groups)
             yield from (((part.path, index), group) for index, group in groups if "lr" in group)
 
+    @property
+    def learning_rate(self) -> float | None:
+        """Current learning rate of the outermost optimizer's first group; None without one. May wait for a device."""
+        groups = (group for part in reversed(self.every) for group in part.optimizer.param_groups)
+        return next((float(group["lr"]) for group in groups if "lr" in group), None)
+
     def set_rates(self, factors: Factors) -> None:
         """Sets learning rates to the original ones times ``factors``; ``OwnRates`` leaves them unchanged.
 

@@ -454,6 +454,7 @@ def test_the_learning_rate_is_a_multiple_of_the_optimizers_own() -> None:
     assert float(framework.task.optimizer.learning_rate) == pytest.approx(5e-3)
     framework.set_learning_rate(2.0)
     assert float(framework.task.optimizer.learning_rate) == pytest.approx(2e-2)
+    assert framework.facts.learning_rate == pytest.approx(2e-2)
 
 
 def test_a_keras_schedule_stays_where_the_run_file_has_none() -> None:

@@ -180,6 +180,7 @@ def test_a_schedule_may_have_a_factor_for_each_optimizer_of_a_list() -> None:
     framework = framework_of(lambda model: joined(list(sparse_adam(model).inner)))
     framework.set_learning_rate([0.5, 0.25])
     assert [group["lr"] for group in framework.optimizer.param_groups] == [0.05 * 0.5, 0.01 * 0.25]
+    assert framework.facts.learning_rate == 0.05 * 0.5
     with pytest.raises(UserError, match="3 factors for the 2 parameter groups"):
         framework.set_learning_rate([0.5, 0.25, 1.0])
 

@@ -122,6 +122,10 @@ def test_the_end_is_in_the_verdicts_words() -> None:
 def test_a_rate_is_told_as_watch_tells_it_and_a_program_without_steps_has_none() -> None:
     fast = of(found(event("train", 30, 100.0, loss=0.5, samples_per_s=15727.4, steps=10, seconds={})), Word.RUNNING)
     assert "15,727 samples/s" in "\n".join(status.lines([fast]))
+    measured = {"loss": 0.5, "learning_rate": 1.5e-4, "accuracy": 0.25}
+    made = of(found(event("train", 30, 100.0, steps=10, seconds={}, **measured)), Word.RUNNING)
+    assert "loss 0.5 · accuracy 0.25 · lr 0.00015" in "\n".join(status.lines([made]))
+    assert made.plain()["progress"]["metrics"] == {"accuracy": 0.25}
     verdict = {"action": "done", "exit_code": 0, "reason": "done"}
     program = of(found(attempts=[{"attempt": 2, "ended": 5.0, "verdict": verdict}]), Word.FINISHED)
     assert "no step yet" not in "\n".join(status.lines([program]))
