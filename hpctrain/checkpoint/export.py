@@ -85,7 +85,7 @@ def trained_names(loaded: Loaded, names: Iterable[str]) -> set[str]:
     trained = loaded.meta.get("trained", "unknown")
     if trained is not None and not isinstance(trained, list):
         fix = "export it without --trainable-only, or train it further for one step"
-        raise UserError(f"{loaded.path} does not say which weights were trained: an earlier version saved it", fix)
+        raise UserError(f"{loaded.path} does not say which weights were trained: no training run saved it", fix)
     return set(names) if trained is None else {str(name).removeprefix(MODEL) for name in trained}
 
 

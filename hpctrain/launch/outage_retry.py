@@ -53,19 +53,18 @@ def read_patiently(use: Callable[[], T]) -> T:
     Raises:
         RunFailed: a file cannot be used, or ``use`` raised it.
     """
-    for pause_s in (*FILE_PAUSES_S, None):
-        try:
-            return use()
-        except (OSError, RunFailed) as error:
-            cause = error if isinstance(error, OSError) else error.__cause__
-            if isinstance(cause, OSError) and cause.errno in AWAY and pause_s is not None:
-                time.sleep(pause_s)
-            elif isinstance(error, RunFailed):
-                raise
-            else:
-                what = f"{error.filename or 'the run folder'} cannot be used: {error.strerror or error}"
-                raise RunFailed(what, "see whether its file system answers, then start the run again") from error
-    raise AssertionError("the last attempt returns or raises")
+
+    def pause(pause_s: float, error: Exception) -> None:
+        cause = error if isinstance(error, OSError) else error.__cause__
+        if not isinstance(cause, OSError) or cause.errno not in AWAY:
+            raise error
+        time.sleep(pause_s)
+
+    try:
+        return retry(use, Exception, FILE_PAUSES_S, pause)
+    except OSError as error:
+        what = f"{error.filename or 'the run folder'} cannot be used: {error.strerror or error}"
+        raise RunFailed(what, "see whether its file system answers, then start the run again") from error
 
 
 def _pause(run: RunDir, pause_s: float, error: HpctrainError) -> None:

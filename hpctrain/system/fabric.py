@@ -7,6 +7,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from hpctrain.system.gpus import read_text
+
 DRIVERS = {"efa": "EFA", "hfi1": "Omni-Path"}
 """Networks other than InfiniBand whose adapters are listed with it, by their driver."""
 
@@ -19,7 +21,7 @@ def fabric(root: Path = Path("/")) -> str:
     if any((root / "sys/class/cxi").glob("cxi*")):
         return "Slingshot"
     for port in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
-        if "ACTIVE" in _read(port / "state") and "Ethernet" not in _read(port / "link_layer"):
+        if "ACTIVE" in read_text(port / "state") and "Ethernet" not in read_text(port / "link_layer"):
             driver = (port.parents[1] / "device" / "driver").resolve().name
             return DRIVERS.get(driver, "InfiniBand")
     return ""
@@ -27,8 +29,8 @@ def fabric(root: Path = Path("/")) -> str:
 
 def cores_near(pci: str, root: Path = Path("/")) -> set[int]:
     """Cores of the NUMA node of a PCI device, such as ``0000:3b:00.0``; empty if unknown."""
-    node = _read(root / "sys/bus/pci/devices" / pci.lower() / "numa_node").strip()
-    return cores_in(_read(root / f"sys/devices/system/node/node{node}/cpulist")) if node.isdecimal() else set()
+    node = read_text(root / "sys/bus/pci/devices" / pci.lower() / "numa_node").strip()
+    return cores_in(read_text(root / f"sys/devices/system/node/node{node}/cpulist")) if node.isdecimal() else set()
 
 
 def cores_in(text: str) -> set[int]:
@@ -58,9 +60,3 @@ def keep_to(cores: set[int]) -> None:
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):  # it has ended, or the cores are not ours
             os.sched_setaffinity(int(thread), cores)
-
-
-def _read(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        return path.read_text(encoding="ascii", errors="replace")
-    return ""

@@ -35,7 +35,7 @@ def usable_gpus(root: Path = Path("/")) -> list[Gpu]:
     dev, drivers = root / "dev", root / "sys/class"
     found = [Gpu("NVIDIA", path) for path in sorted(dev.glob("nvidia[0-9]*"))]
     for node in sorted((drivers / "kfd/kfd/topology/nodes").glob("*/properties")):
-        known = dict(line.split(maxsplit=1) for line in _read(node).splitlines() if " " in line)
+        known = dict(line.split(maxsplit=1) for line in read_text(node).splitlines() if " " in line)
         if int(known.get("gfx_target_version", 0)) in INSTINCT:
             found.append(Gpu("AMD", dev / "dri" / f"renderD{known.get('drm_render_minor', '')}"))
     for card in sorted((drivers / "drm").glob("renderD*/device")):
@@ -44,14 +44,15 @@ def usable_gpus(root: Path = Path("/")) -> list[Gpu]:
     return [gpu for gpu in found if _opens(gpu.path)]
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text of a file of the kernel; empty if it cannot be read."""
     with contextlib.suppress(OSError):
         return path.read_text(encoding="ascii", errors="replace")
     return ""
 
 
 def _hexadecimal(path: Path) -> int:
-    return int(_read(path).strip() or "0", 16)
+    return int(read_text(path).strip() or "0", 16)
 
 
 def _opens(path: Path) -> bool:

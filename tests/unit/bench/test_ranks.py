@@ -19,8 +19,3 @@ def test_a_program_that_does_not_end_is_a_clear_error(monkeypatch: pytest.Monkey
 def test_a_folder_that_is_not_there_is_a_clear_error(benchmark: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", benchmark, "--folder", "/nowhere"]) == ExitCode.USER_ERROR
     assert "--folder /nowhere is not a folder" in capsys.readouterr().err
-
-
-def test_a_benchmark_that_moved_says_where_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "straggler", "--trials", "3"]) == ExitCode.USER_ERROR
-    assert "python -m benchmarks.straggler" in capsys.readouterr().err

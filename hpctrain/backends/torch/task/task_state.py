@@ -67,8 +67,6 @@ class FoundState:
 
 UPDATES = 2
 """Number of first updates in which changes of unsaved values are detected."""
-OLD_LOOSE = "/own/"
-"""Part of the names under which versions up to 0.3 saved values in plain attributes."""
 
 
 class TaskState:
@@ -203,7 +201,7 @@ class TaskState:
         Raises:
             UserError: a saved array has no place or does not fit.
         """
-        taken = {name for name in arrays if OLD_LOOSE in name}
+        taken: set[str] = set()
         for root in self.roots:
             found = self.find(root)
             held = [tensor for tensor in module_state(root, found) if tensor.name in arrays]

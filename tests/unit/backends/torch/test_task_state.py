@@ -535,12 +535,6 @@ def test_what_is_saved_of_a_loss_is_not_said_to_be_left_out(name: str) -> None:
     assert left_out(make_framework(alone(), loss=LOSSES[name]())) == []
 
 
-def test_what_earlier_versions_saved_of_attributes_is_passed_over() -> None:
-    framework = make_framework(alone(), loss=Annealed())
-    framework.load(saved(framework) | {"held/loss/own/calls": np.array(3)})
-    assert isinstance(framework.task.loss, Annealed) and framework.task.loss.calls == 0
-
-
 def test_a_state_that_has_no_place_any_more_is_told() -> None:
     framework = make_framework(alone(), loss=Centred())
     with pytest.raises(UserError, match=r"held/loss/module/center was saved, and the task has no place for it"):
