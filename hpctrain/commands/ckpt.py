@@ -164,8 +164,12 @@ def export(args: argparse.Namespace) -> int:
             export_state_dict(loaded, output, selection)
         else:
             export_weights_h5(loaded, output, selection)
+        is_apart = "sync/outer" in loaded.arrays
     row = {"step": loaded.step, "output": str(output), "bytes": output.stat().st_size}
-    foreign_text.answer(args.json, row, [f"weights of step {loaded.step} in {output} ({row['bytes']} bytes)"])
+    lines = [f"weights of step {loaded.step} in {output} ({row['bytes']} bytes)"]
+    if is_apart:
+        lines.append("the mean over the ranks of local SGD; within a round, evaluations judge the outer weights")
+    foreign_text.answer(args.json, row, lines)
     return ExitCode.DONE
 
 

@@ -57,7 +57,7 @@ permission."""
 TOKENS: dict[str, int] = {
     "errors": 779,
     "system": 12446,
-    "config": 12202,
+    "config": 12203,
     "comm": 5172,
     "run": 26009,
     "data": 49275,
@@ -77,7 +77,7 @@ TOKENS: dict[str, int] = {
     "doctor": 4517,
     "horovod_wheel": 4125,
     "bench": 13185,
-    "commands": 17449,
+    "commands": 17468,
     "cli": 1030,
     "__main__": 159,
     "__init__": 236,

@@ -113,7 +113,8 @@ ROWS: Rows = {
     **refusing(Feature.SHARD_PARAMETERS, "parallel.shard is parameters", WITH_FULLY_SHARDED),
     (Feature.SHARD_PARAMETERS, Feature.WHOLE_TENSORS, Feature.RANKS): (
         "parallel.shard is parameters, and {1}",
-        "use an optimizer that updates each element by itself, such as AdamW, or set parallel.shard: optimizer",
+        "use an optimizer that updates each element by itself, such as AdamW, leave parameters without elements out, "
+        "or set parallel.shard: optimizer",
     ),
     **refusing(Feature.SHARD_TABLES, "parallel.shard is tables", WITH_TABLES),
     # several of them

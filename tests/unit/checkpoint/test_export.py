@@ -29,6 +29,7 @@ from hpctrain.rank import wiring
 from hpctrain.rank.problem import make_problem
 from hpctrain.train.clock import IntervalClock
 from hpctrain.train.framework import Framework
+from hpctrain.train.state import ArrayTensor
 
 torch = pytest.importorskip("torch")
 STEPS = 2
@@ -347,3 +348,16 @@ def test_an_export_that_cannot_be_written_says_so(place: str, tmp_path: Path) ->
     with pytest.raises(UserError, match="cannot be written"):
         write_whole(tmp_path / place, [b"weights"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
+@pytest.mark.parametrize("outer", [False, True])
+def test_an_export_of_local_training_says_whose_mean_it_is(
+    outer: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["model/w", *(["sync/outer"] if outer else [])]
+    saver = open_saver(CheckpointStore(tmp_path))
+    saver.begin([ArrayTensor(name, np.ones(3, np.float32)) for name in names], 1, {}, lambda: None)
+    saver.finish().path_or_raise()
+    saver.close()
+    assert main(["ckpt", "export", str(tmp_path), "-o", str(tmp_path / "out.safetensors")]) == 0
+    assert ("evaluations judge the outer weights" in capsys.readouterr().out) == outer
