@@ -91,6 +91,7 @@ def train(
         stages = stage_choice(problem, session, run_dir) if config.parallel.pipeline > 1 else BY_PARAMETERS
         framework = wiring.make_framework(config, session.world, problem.task, monitor.clock, reducer, stages)
         stack.enter_context(closing(framework))
+        wiring.save_memory_when_full(framework, run_dir, session.world.rank)
         note_nccl(framework.facts.nccl, session, run_dir)
         with session.phase("try the task on one batch"):
             batch = first_batch(problem, session.world)

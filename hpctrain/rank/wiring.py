@@ -20,12 +20,14 @@ from hpctrain.monitor.rank_monitor import MonitorHook
 from hpctrain.monitor.ring_clock import RingClock
 from hpctrain.rank.batches import DataPosition, make_data, make_validation_sets
 from hpctrain.rank.kept_choices import KeptReducer
+from hpctrain.rank.phase_ranges import PhaseProfiler
 from hpctrain.rank.problem import Problem, rate_features
 from hpctrain.rank.recovery_note import RecoveryNote
 from hpctrain.rank.stop_requests import StopRequests
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.run.event_log import EventWriter
 from hpctrain.run.folder import RunDir
+from hpctrain.run.rank_environment import current_attempt
 from hpctrain.tasks.definition import KerasTask, Task, TorchScheduler, TorchTask
 from hpctrain.tasks.load_task import code_of
 from hpctrain.track.events_hook import EventsHook
@@ -125,6 +127,15 @@ def watched_collectives(
     return watch_collectives(monitor.clock, run_dir, world.rank, config)
 
 
+def save_memory_when_full(framework: Framework, run_dir: RunDir, rank: int) -> None:
+    """Has PyTorch write its memory blocks into the run folder when a GPU is out of memory."""
+    if framework.facts.name == "torch":
+        from hpctrain.backends.torch import accelerator
+
+        device = framework.host.device  # type: ignore[attr-defined]
+        accelerator.save_memory_when_full(device, run_dir.full_memory(current_attempt(), rank))
+
+
 def make_hooks(
     config: Config,
     session: Session,
@@ -150,7 +161,8 @@ def make_hooks(
         yield VerifyWeights(config.reduce.verify_every_steps, config.parallel.shard == "tables")
     watch = watching(config.train.early_stop, config.schedule)
     what = config.track.profile
-    profile = [] if what.first_step is None else [Profile(what, profiler_of(problem.task), session.warn)]
+    profiler = PhaseProfiler(profiler_of(problem.task), monitor.clock)
+    profile = [] if what.first_step is None else [Profile(what, profiler, session.warn)]
     stateful = [*watch, *scheduler_hooks(problem.task), *problem.task.hooks, *more, DataPosition(data)]
     if config.checkpoint.enabled:
         batch, fingerprint = problem.order.global_batch, problem.fingerprint()

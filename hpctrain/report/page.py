@@ -70,9 +70,17 @@ def render(
             stragglers=[_row(event, STRAGGLER) for event in data.all(Straggler)],
             hangs=[_row(event, HANG) for event in data.all(Hang)],
             recoveries=[_row(event, RECOVERY) for event in data.all(Recovered)],
+            files=kept_files(data.run.path),
             config=json.dumps(data.run.config, indent=2),
         )
     )
+
+
+def kept_files(run: Path) -> list[tuple[str, str]]:
+    """Paths in the run folder of traces and memory snapshots, and what opens them."""
+    viewers = {"profile/*.json": "ui.perfetto.dev", "monitor/memory-*.pickle": "pytorch.org/memory_viz"}
+    found = [(path, viewer) for pattern, viewer in viewers.items() for path in sorted(run.glob(pattern))]
+    return [(str(path.relative_to(run)), viewer) for path, viewer in found]
 
 
 def render_comparison(result: Mapping[str, Any], sections: Sequence[ReportSection]) -> str:

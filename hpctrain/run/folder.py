@@ -79,6 +79,10 @@ class RunDir:
         """File of the collectives in which a rank waits while the run hangs."""
         return self.monitor / f"collectives-{attempt}-{rank}.json"
 
+    def full_memory(self, attempt: int, rank: int) -> Path:
+        """File of PyTorch's memory blocks at the moment when a rank's GPU was full."""
+        return self.monitor / f"memory-{attempt}-{rank}.pickle"
+
     def create(self) -> None:
         """Makes the folder and its subfolders.
 

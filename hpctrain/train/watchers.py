@@ -188,6 +188,9 @@ class Profiler(Protocol):
     def start(self, target: Path) -> None:
         """Begins a recording. ``target`` is a path in an existing folder, without a suffix."""
 
+    def show(self, name: str) -> None:
+        """Ends the range begun by the last call, and begins one with this name, unless it is empty."""
+
     def stop(self) -> None:
         """Ends the recording and writes the trace. Raises OSError."""
 

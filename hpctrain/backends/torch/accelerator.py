@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -197,6 +198,24 @@ def activities() -> list[ProfilerActivity]:
     """What torch's profiler can record here."""
     devices = {device.type.upper() for device in available()}
     return [ProfilerActivity.CPU, *(getattr(ProfilerActivity, kind) for kind in devices)]
+
+
+def nvtx(name: str) -> AbstractContextManager[None]:
+    """Context that is a range of NVTX (of roctx on AMD); nothing without such devices."""
+    has_ranges = any(device.type == "cuda" for device in available())
+    return torch.cuda.nvtx.range(name) if has_ranges else nullcontext()
+
+
+def save_memory_when_full(device: torch.device, path: Path) -> None:
+    """Has PyTorch write its memory blocks to a file when a device is out of memory; for pytorch.org/memory_viz."""
+    if device.type == "cuda":
+
+        def full(index: int, wanted: int, total: int, free: int) -> None:
+            with suppress(OSError):
+                path.parent.mkdir(exist_ok=True)
+                torch.cuda.memory._dump_snapshot(str(path))
+
+        torch._C._cuda_attach_out_of_memory_observer(full)  # type: ignore[attr-defined]
 
 
 def facts() -> dict[str, Any]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch.nn import Bilinear, Module, RNNBase
-from torch.profiler import profile
+from torch.profiler import profile, record_function
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from hpctrain.backends.torch import accelerator
@@ -89,7 +90,16 @@ def peak_per_s(device: torch.device, dtype: torch.dtype) -> float:
 
 
 class TorchProfiler:
-    """See train.watchers.Profiler. Writes ``<target>.pt.trace.json``."""
+    """See train.watchers.Profiler. Writes ``<target>.pt.trace.json``. Ranges are also ranges of NVTX, for nsys."""
+
+    def __init__(self) -> None:
+        self.range = ExitStack()
+
+    def show(self, name: str) -> None:
+        self.range.close()
+        if name:
+            self.range.enter_context(record_function(name))
+            self.range.enter_context(accelerator.nvtx(name))
 
     def start(self, target: Path) -> None:
         self.target, self.running = target, profile(activities=accelerator.activities())
