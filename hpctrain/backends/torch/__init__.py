@@ -1,4 +1,5 @@
-"""PyTorch: ``torch_framework`` trains and evaluates a model on this rank's ``device``.
+"""PyTorch: ``torch_framework`` trains and evaluates a model on this rank's ``device``; only
+``accelerator`` calls the APIs of devices.
 
 ``task`` opens a task, ``strategies`` partition models and optimizers over ranks, ``steps`` make updates, ``reduce``
 sums gradients, ``state`` names tensors, ``torch_metrics`` adapts torchmetrics, ``performance`` counts operations and

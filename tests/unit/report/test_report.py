@@ -424,3 +424,17 @@ def test_energy_is_the_newest_of_each_attempt(tmp_path: Path) -> None:
     shown = page.render(data, explain(data), [])
     assert "kWh<b>2.5</b>" in shown and "<h2>GPUs</h2>" in shown
     assert summarize(read(folder(tmp_path / "none")))["kwh"] is None
+
+
+def test_traces_and_memory_snapshots_are_linked(tmp_path: Path) -> None:
+    run = folder(tmp_path)
+    for name in ("profile/rank-00000-from-step-000000003.pt.trace.json", "monitor/memory-1-3.pickle"):
+        (run.path / name).parent.mkdir(exist_ok=True)
+        (run.path / name).touch()
+    data = read(run)
+    shown = page.render(data, explain(data), [])
+    assert re.findall('<a href="([^"]*)"', shown) == [
+        "profile/rank-00000-from-step-000000003.pt.trace.json",
+        "monitor/memory-1-3.pickle",
+    ]
+    assert "ui.perfetto.dev" in shown and "pytorch.org/memory_viz" in shown
