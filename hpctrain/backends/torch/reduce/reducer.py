@@ -59,6 +59,10 @@ class SummedGradients(Protocol):
         """Parameters by name, or this rank's parts of them, with summed gradients in ``grad``. Used for norms: if each
         element counts once over the ranks, parameters that all ranks update count on one rank only."""
 
+    def forget_norm(self) -> None:
+        """Called when summed gradients have been changed: a norm that was read before is wrong."""
+        return
+
     def spread(self) -> bool:
         """After the optimizer's step, sends updated parameters to all ranks. Returns whether it waited for others."""
 
@@ -115,16 +119,12 @@ class Reducer(SummedGradients, Protocol):
         """Stops taking gradients, ends threads and frees memory."""
 
 
-class WithNorm:
+class WithNorm(Reducer):
     """A reducer that reads the norm, if each update needs it, together with the loss: a GPU is then waited for once."""
 
     needs_norm: bool
     known_norm: float | None = None
     """The norm of this update's gradients, if ``exchange`` has read it."""
-
-    def gradients(self) -> list[torch.Tensor]:
-        """See SummedGradients."""
-        raise NotImplementedError
 
     def norm(self) -> float:
         """See SummedGradients."""
@@ -135,7 +135,7 @@ class WithNorm:
         self.known_norm = None
 
 
-class NoReducer(WithNorm, Reducer):
+class NoReducer(WithNorm):
     """For one rank: gradients stay where autograd puts them."""
 
     name = "none"
@@ -203,7 +203,7 @@ class ByFlatGradients:
         self.flat_gradients.last_backward = value
 
 
-class FlatReducer(ByFlatGradients, WithNorm, Reducer):
+class FlatReducer(ByFlatGradients, WithNorm):
     """Sums gradients in one flat buffer over the ranks, and those of tables separately.
 
     Gradients of parameters that only this rank has (``own``) are complete without a sum; ``norm`` is then this rank's

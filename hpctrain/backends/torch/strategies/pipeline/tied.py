@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hpctrain.backends.torch.reduce.reducer import SummedGradients, WithNorm
+from hpctrain.backends.torch.reduce.reducer import SummedGradients
 from hpctrain.backends.torch.strategies.exchange import Messages
 from hpctrain.backends.torch.strategies.partition import Partition
 
@@ -56,7 +56,7 @@ class Tied:
                 wait(WHAT)
             gradient.copy_(functools.reduce(torch.add, parts.values()))
         self.messages.settle(WHAT)
-        if found and isinstance(reducer, WithNorm):
+        if found:
             reducer.forget_norm()
 
     def norm(self, reducer: SummedGradients) -> float:
