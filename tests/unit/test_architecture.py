@@ -64,7 +64,7 @@ TOKENS: dict[str, int] = {
     "reduce": 14909,
     "train": 14253,
     "tasks": 6959,
-    "backends": 115890,
+    "backends": 115831,
     "checkpoint": 49371,
     "monitor": 31898,
     "track": 6575,

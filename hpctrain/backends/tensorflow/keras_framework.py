@@ -27,7 +27,6 @@ from hpctrain.train.evaluation import try_meters
 from hpctrain.train.flops import Flops
 from hpctrain.train.framework import Facts, FrameworkOfParts, HostBatch, Sums, copied
 from hpctrain.train.metrics import Arrays, Meter, Seen
-from hpctrain.train.schedule import Factors
 
 
 class KerasStepProgram(Protocol):
@@ -69,6 +68,7 @@ class KerasFramework(FrameworkOfParts):
         self, task: KerasTask, program: KerasStepProgram, evaluator: KerasEvaluator, source: KerasState
     ) -> None:
         self.task, self.program, self.evaluator, self.source = task, program, evaluator, source
+        self.step, self.set_learning_rate = program.run, source.rates.multiply
         self.flops: Flops | None = None
 
     @property
@@ -81,12 +81,6 @@ class KerasFramework(FrameworkOfParts):
         program, rate = self.program, self.source.rates.current
         reducer = program.reducer_name
         return Facts("tensorflow", self.source.leaves, program.gradient_bytes, reducer, self.flops, learning_rate=rate)
-
-    def set_learning_rate(self, factors: Factors) -> None:
-        self.source.rates.multiply(factors)
-
-    def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> UpdateResult:
-        return self.program.run(micro_batches, global_samples)
 
     def dry_call(self, batch: HostBatch, validation: Sequence[HostBatch] = (), pair: HostBatch | None = None) -> None:
         with self.source.unchanged():
