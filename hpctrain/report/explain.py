@@ -71,6 +71,8 @@ def explain(data: RunHistory, state: RunState | None = None) -> Explanation:
     found = next((answer for rule in RULES if (answer := rule(data)) is not None), None)
     if found is not None and found.cause is Code.COMPLETED:
         state = None  # the state of its job no longer matters
+    if state is not None and state.code is Code.TIME_LIMIT and newest_failure(data) is None:
+        found = None  # at the limit, ranks die or fall silent
     if found is None:
         found = (by_standing(data, state) if state else by_life(data)) or unknown(data, state)
     elif state is not None and state.word is Word.PENDING:

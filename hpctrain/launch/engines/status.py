@@ -13,6 +13,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.launch.engines import schedulers
 from hpctrain.launch.engines.jobs import SCRIPT, refusal, submissions
 from hpctrain.launch.engines.slurm import client
+from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.events import Train
 from hpctrain.run.folder import RunDir
 from hpctrain.run.logs import said_last
@@ -110,6 +111,8 @@ class Answer:
         submitted.
         """
         jobs = jobs_of(run)
+        if not jobs and (entry := self.entries.get(own_job(run))) and entry.state not in ALIVE:
+            return entry
         if not jobs:
             refused, _, fix = refusal(run).partition("\n")
             return QueueEntry("", REFUSED, refused, note=fix) if refused else None
@@ -143,7 +146,7 @@ def ask(runs: Sequence[RunDir]) -> Answer:
     silence = ""
     engines = {run: schedulers.engine_of(run) for run in runs}
     for engine in dict.fromkeys(engines.values()):
-        jobs = [jobs_of(run) for run in runs if engines[run] == engine]
+        jobs = [jobs_of(run) or list(filter(None, [own_job(run)])) for run in runs if engines[run] == engine]
         try:
             found |= schedulers.SCHEDULERS[engine].states(jobs, client.ANSWER_S, ended=True)
         except HpctrainError as error:
@@ -170,6 +173,12 @@ def jobs_of(run: RunDir) -> list[str]:
         if not jobs and not run.has_begun:
             return [*schedulers.of_run(run).unrecorded(run, client.ANSWER_S)]
     return jobs
+
+
+def own_job(run: RunDir) -> str:
+    """Returns the job in which a user's own launcher started the newest attempt; empty if there is none."""
+    *_, newest = [Attempt(), *Attempts(run).all()]
+    return newest.job_id or ""
 
 
 def own_runs(here: Path) -> list[RunDir]:

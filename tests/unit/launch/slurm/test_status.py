@@ -253,6 +253,26 @@ def test_runs_that_left_nothing_are_explained_by_their_jobs(
     assert json.loads(explained(capsys, "--json", str(run.path)))["cause"] == cause
 
 
+@pytest.mark.parametrize(("job", "said"), [("12", "Job 12 is TIMEOUT"), ("3", "The run hangs")])
+def test_a_run_that_a_user_s_own_job_started_is_explained_by_that_job_once_it_has_ended(
+    tmp_path: Path,
+    slurm: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    job: str,
+    said: str,
+) -> None:
+    """A script that calls mpirun; job 3 still runs."""
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    run = RunDir(tmp_path / "r")
+    run.create()
+    run.run_yaml.write_text("name: r\ntask: wave.py:task\n")
+    Attempts(run).begin()
+    run.monitor_events.parent.mkdir(exist_ok=True)
+    run.monitor_events.write_text(json.dumps(event("hang", 30, 100.0, kind="died")) + "\n")
+    assert said in explained(capsys, str(run.path))
+
+
 def test_an_array_is_explained_in_as_few_sentences_as_it_has_ends(
     tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
