@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import tempfile
 import time
 from contextlib import AbstractContextManager
 from functools import partial
@@ -19,9 +20,15 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.export import Selection
     from hpctrain.checkpoint.reading import Loaded
     from hpctrain.checkpoint.store import CheckpointStore
+    from hpctrain.data.dataset import Dataset
+    from hpctrain.data.samples import Recipe
+    from hpctrain.data.stream import Stream
+    from hpctrain.tasks.definition import Task
 
 PATH_HELP = "run folder, its checkpoints folder, or one checkpoint's folder; or the URL of checkpoints in a store"
-SUFFIXES = (".safetensors", ".pt", ".weights.h5")
+GRAPHS = (".pt2", ".onnx")
+"""Suffixes of files that hold the model's forward pass too."""
+SUFFIXES = (".safetensors", ".pt", ".weights.h5", *GRAPHS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -160,6 +167,8 @@ def export(args: argparse.Namespace) -> int:
             output = export_folder(loaded, output, Path(args.like), selection)
         elif args.output.endswith(".safetensors"):
             export_safetensors(loaded, output, selection)
+        elif args.output.endswith(GRAPHS):
+            export_graph_of(loaded, output, selection)
         elif args.output.endswith(".pt"):
             export_state_dict(loaded, output, selection)
         else:
@@ -193,31 +202,17 @@ def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> Non
     import numpy as np
 
     from hpctrain.checkpoint.export import Selection, model_weights
-    from hpctrain.checkpoint.format.strict_json import JsonReader
-    from hpctrain.comm.world import alone
-    from hpctrain.rank.problem import examples_of, make_weights, open_training_data, seed_task, with_input
+    from hpctrain.rank.problem import examples_of, make_weights
     from hpctrain.system.files import replace_whole
     from hpctrain.tasks.definition import KerasTask
-    from hpctrain.tasks.load_task import load_task
-    from hpctrain.tasks.tf_environment import without_chatter
     from hpctrain.train.saved_arrays import DerivedArrays, HeldArrays, Place
 
     if dataclasses.replace(selection, averaged=None, lora_alpha=None) != Selection():
         fix = "export to a .safetensors file, or without --trainable-only and --rename"
         raise UserError("a .weights.h5 file holds all weights of a model, by their places in it", fix)
-    if "identity" not in loaded.meta:
-        raise UserError(f"{loaded.path} was not saved by a training run", "export it to a .safetensors file")
-    identity = JsonReader(loaded.meta["identity"], f"{loaded.path}, identity of the run")
-    config = JsonReader(identity.get("config", dict, "an object"), identity.where)
-    train = JsonReader(config.get("train", dict, "an object"), identity.where)
-    name, arguments = config.get("task", str, "a string"), config.get("task_args", dict, "an object")
-    seed, precision = config.integer("seed", 0, 2**64 - 1), train.get("precision", str, "a string")
-    with without_chatter():
-        task = load_task(name, arguments, alone(), partial(seed_task, seed, precision, 0))
+    task, data, recipe = saved_task(loaded)
     if not isinstance(task, KerasTask):
-        raise UserError(f"{name} is not a Keras task", "export it to a .pt or .safetensors file")
-    data = open_training_data(task)
-    task, recipe = with_input(task, data, seed)
+        raise UserError("the task is not a Keras task", "export it to a .pt or .safetensors file")
     make_weights(task, lambda: examples_of(data), recipe)
     from hpctrain.backends.tensorflow.state.weights import export_keras
 
@@ -230,6 +225,57 @@ def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> Non
         places |= {f"model/{name}": (zeros, name) for name in zeros}
     arrays = DerivedArrays(places)
     replace_whole(output, lambda path: export_keras(task.model, arrays, path))
+
+
+def export_graph_of(loaded: Loaded, output: Path, selection: Selection) -> None:
+    """Exports the forward pass of a torch task with the weights in it."""
+    import numpy as np
+
+    from hpctrain.checkpoint.export import Selection, export_state_dict
+    from hpctrain.data.order import first_draw
+    from hpctrain.data.samples import make_batch
+    from hpctrain.rank.problem import examples_of
+    from hpctrain.tasks.definition import TorchTask
+
+    if dataclasses.replace(selection, averaged=None) != Selection():
+        fix = "export to a .safetensors file, or without --trainable-only, --merge-lora and --rename"
+        raise UserError("a graph holds the whole model as the task makes it", fix)
+    task, data, recipe = saved_task(loaded)
+    if not isinstance(task, TorchTask):
+        raise UserError(
+            "the task is not a PyTorch task", "export it to a .weights.h5 file, and the model by model.export"
+        )
+    from hpctrain.backends.torch.graph_export import export_graph
+
+    batch = make_batch(examples_of(data, 2), recipe, first_draw(np.arange(2)))
+    with tempfile.TemporaryDirectory() as folder:
+        export_state_dict(loaded, Path(folder) / "weights.pt", selection)
+        export_graph(task, Path(folder) / "weights.pt", batch, output)
+
+
+def saved_task(loaded: Loaded) -> tuple[Task, Dataset | Stream, Recipe]:
+    """Makes the task of the run that saved a checkpoint; returns it with its training data and how they are batched.
+
+    Raises UserError if the checkpoint does not name it, or the task cannot be made.
+    """
+    from hpctrain.checkpoint.format.strict_json import JsonReader
+    from hpctrain.comm.world import alone
+    from hpctrain.rank.problem import open_training_data, seed_task, with_input
+    from hpctrain.tasks.load_task import load_task
+    from hpctrain.tasks.tf_environment import without_chatter
+
+    if "identity" not in loaded.meta:
+        raise UserError(f"{loaded.path} was not saved by a training run", "export it to a .safetensors file")
+    identity = JsonReader(loaded.meta["identity"], f"{loaded.path}, identity of the run")
+    config = JsonReader(identity.get("config", dict, "an object"), identity.where)
+    train = JsonReader(config.get("train", dict, "an object"), identity.where)
+    name, arguments = config.get("task", str, "a string"), config.get("task_args", dict, "an object")
+    seed, precision = config.integer("seed", 0, 2**64 - 1), train.get("precision", str, "a string")
+    with without_chatter():
+        task = load_task(name, arguments, alone(), partial(seed_task, seed, precision, 0))
+    data = open_training_data(task)
+    task, recipe = with_input(task, data, seed)
+    return task, data, recipe
 
 
 def opened(path: str, step: int | str | None = None) -> AbstractContextManager[Loaded]:

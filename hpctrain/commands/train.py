@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -16,6 +17,8 @@ from hpctrain.system.output import say
 
 if TYPE_CHECKING:
     from hpctrain.config.sections import Config
+    from hpctrain.data.dataset import Dataset
+    from hpctrain.rank.problem import Problem
     from hpctrain.rank.session import RankResult, Session
     from hpctrain.train.framework import Framework
 
@@ -30,11 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--trial", action="store_true", help=argparse.SUPPRESS)  # for doctor: up to the first step
         return
     parser.add_argument("--step", type=step, help="checkpoint to use, a step or best; by default the newest intact one")
-    if parser.get_default("command") == "evaluate":
+    command = parser.get_default("command")
+    default = "by default the task's validation data"
+    parser.add_argument("--data", help=f"data to {command} over, with the arrays of the training data; {default}")
+    if command == "evaluate":
         parser.add_argument("--json", action="store_true", help="print JSON")
     else:
         parser.add_argument("-o", "--output", help="HDF5 file; by default <run folder>/predictions.h5")
-        parser.add_argument("--data", help="HDF5 file to predict over; by default the task's validation data")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,7 +72,7 @@ def train(args: argparse.Namespace, session: Session) -> RankResult:
 
 
 def evaluate(args: argparse.Namespace, session: Session) -> RankResult:
-    """Computes loss and metrics of a checkpoint over the validation data; rank 0 prints them."""
+    """Computes loss and metrics of a checkpoint over the validation data or ``--data``; rank 0 prints them."""
     from hpctrain.errors import UserError
     from hpctrain.rank.batches import make_validation_sets
     from hpctrain.rank.session import RankResult
@@ -76,8 +81,16 @@ def evaluate(args: argparse.Namespace, session: Session) -> RankResult:
     from hpctrain.train.hooks import StopReason
 
     with load_trained(args, session) as (config, framework, problem, step):
+        if args.data:
+            with session.phase("open the data to evaluate over"):
+                dataset = open_given(args.data, config, problem)
+            if missing := [name for name in problem.train.fields if name not in dataset.fields]:
+                fix = "loss and metrics may need all arrays of the training data; hpctrain predict needs fewer"
+                raise UserError(f"{args.data} has no {', '.join(missing)}", fix)
+            problem = dataclasses.replace(problem, validation={"validation": dataset})
         if not problem.validation:
-            raise UserError(f"task {config.task} has no validation data", "return TorchTask(..., validation=...)")
+            fix = "name data with --data, or return TorchTask(..., validation=...)"
+            raise UserError(f"task {config.task} has no validation data", fix)
         sets = make_validation_sets(problem, session.world, framework.host.place)
         found = evaluate_over_ranks(framework, sets, session.world.data)
         if session.world.rank == 0:
@@ -92,7 +105,6 @@ def evaluate(args: argparse.Namespace, session: Session) -> RankResult:
 
 def predict(args: argparse.Namespace, session: Session) -> RankResult:
     """Writes a checkpoint's outputs for every sample, in stored order, to one HDF5 file."""
-    from hpctrain.data.formats.sources import decode_of, open_dataset
     from hpctrain.errors import UserError
     from hpctrain.rank.batches import make_validation
     from hpctrain.rank.predictions import write_predictions
@@ -104,10 +116,7 @@ def predict(args: argparse.Namespace, session: Session) -> RankResult:
         with session.phase("open the data to predict over"):
             dataset = next(iter(problem.validation.values()), None)
             if args.data:
-                how = {"allow_outside": config.data.allow_outside, "decode": decode_of(problem.train)}
-                dataset = open_dataset(args.data, **how)
-                shared = [name for name in problem.train.fields if name in dataset.fields]
-                dataset = open_dataset(args.data, shared, **how) if shared else dataset
+                dataset = open_given(args.data, config, problem)
             if dataset is None:
                 raise UserError(f"task {config.task} has no validation data", "name a data set with --data FILE")
         data = make_validation(problem, session.world, dataset, framework.host.place)
@@ -119,11 +128,19 @@ def predict(args: argparse.Namespace, session: Session) -> RankResult:
         return RankResult(StopReason.COMPLETED, step)
 
 
+def open_given(source: str, config: Config, problem: Problem) -> Dataset:
+    """Opens the data of ``--data``, with those of the training data's arrays that it has. Raises UserError."""
+    from hpctrain.data.formats.sources import decode_of, open_dataset
+
+    how = {"allow_outside": config.data.allow_outside, "decode": decode_of(problem.train)}
+    dataset = open_dataset(source, **how)
+    shared = [name for name in problem.train.fields if name in dataset.fields]
+    return open_dataset(source, shared, **how) if shared else dataset
+
+
 @contextmanager
 def load_trained(args: argparse.Namespace, session: Session) -> Iterator[tuple[Config, Framework, Any, int]]:
     """Yields config, framework with a checkpoint's weights, problem, and the checkpoint's step. Writes nothing."""
-    import dataclasses
-
     from hpctrain.checkpoint.store import CheckpointStore, load_weights
     from hpctrain.rank import wiring
     from hpctrain.rank.problem import make_problem

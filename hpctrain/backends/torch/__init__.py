@@ -3,6 +3,6 @@
 
 ``task`` opens a task, ``strategies`` partition models and optimizers over ranks, ``steps`` make updates, ``reduce``
 sums gradients, ``state`` names tensors, ``torch_metrics`` adapts torchmetrics, ``performance`` counts operations and
-profiles, ``measure`` measures links and devices, ``collective_watch`` writes what a hanging rank waits in, and
-``torch_bench_models`` has the models of hpctrain.bench.
+profiles, ``measure`` measures links and devices, ``collective_watch`` writes what a hanging rank waits in,
+``graph_export`` exports a forward pass, and ``torch_bench_models`` has the models of hpctrain.bench.
 """

@@ -1,0 +1,87 @@
+"""Exports a task's model with its forward pass, for programs without the task: torch.export (.pt2) or ONNX."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpctrain.backends.named_state import named_outputs
+from hpctrain.data.dataset import Samples
+from hpctrain.errors import UserError
+from hpctrain.system.files import replace_whole
+from hpctrain.tasks.definition import TorchTask
+
+ONNX = ("onnx", "onnxscript")
+"""Packages that torch.onnx needs."""
+
+
+class ReadNames(dict[str, torch.Tensor]):
+    """A batch that notes which of its arrays are read by name, or as the first one."""
+
+    def __init__(self, batch: dict[str, torch.Tensor]) -> None:
+        super().__init__(batch)
+        self.names: dict[str, None] = {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self.names[name] = None
+        return super().__getitem__(name)
+
+
+class ForwardPass(torch.nn.Module):
+    """A task's forward pass as a function of arrays."""
+
+    def __init__(self, task: TorchTask, names: Sequence[str]) -> None:
+        super().__init__()
+        self.model, self.task_forward, self.names = task.model, task.forward, names
+
+    def forward(self, *arrays: torch.Tensor) -> Any:
+        return self.task_forward(self.model, dict(zip(self.names, arrays, strict=True)))
+
+
+def export_graph(task: TorchTask, weights: Path, batch: Samples, output: Path) -> None:
+    """Writes the model's graph in evaluation mode; the number of samples stays free if the model leaves it free.
+
+    Args:
+        task: the task, on the CPU.
+        weights: a file of ``export_state_dict``.
+        batch: two or more samples.
+        output: path ending in .pt2 or .onnx.
+
+    Raises:
+        UserError: the model cannot be exported, or a package is missing.
+    """
+    to_onnx = output.suffix == ".onnx"
+    if to_onnx and (missing := [name for name in ONNX if importlib.util.find_spec(name) is None]):
+        raise UserError(f"{' and '.join(missing)} not installed", f"pip install {' '.join(missing)}")
+    if not isinstance(task.model, torch.nn.Module):
+        fix = "export their weights to a .safetensors file"
+        raise UserError("the task has several models, and a graph has one", fix)
+    task.model.load_state_dict(torch.load(weights, map_location="cpu", weights_only=True))
+    task.model.eval()
+    tensors = ReadNames({name: torch.from_numpy(array) for name, array in batch.items()})
+    with torch.no_grad():
+        outputs = named_outputs(task.forward(task.model, tensors))
+    names = list(tensors.names) or list(tensors)[:1]
+    arrays = tuple(dict.__getitem__(tensors, name) for name in names)
+    shapes = {"arrays": tuple({0: torch.export.Dim.AUTO} for _ in names)}
+    try:
+        program = torch.export.export(ForwardPass(task, names).eval(), arrays, dynamic_shapes=shapes)
+        if to_onnx:
+            made = torch.onnx.export(program, input_names=names, output_names=list(outputs), verbose=False)
+            assert made is not None, "with a program and without a path, the graph is returned"
+            replace_whole(output, made.save)
+        else:
+            replace_whole(output, lambda path: save_program(program, path))
+    except Exception as error:  # torch's exporters raise errors of many kinds
+        what = f"the model's forward pass cannot be traced: {str(error).strip().splitlines()[0][:300]}"
+        raise UserError(what, "see torch.export's limits; weights alone: a .safetensors file") from error
+
+
+def save_program(program: torch.export.ExportedProgram, path: Path) -> None:
+    """Saves it whatever the path's suffix."""
+    with path.open("wb") as file:
+        torch.export.save(program, file)

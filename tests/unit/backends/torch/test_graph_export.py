@@ -1,0 +1,59 @@
+"""Graphs of models with their forward pass: what they compute, and what cannot be one."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hpctrain import TorchTask, UserError
+from hpctrain.backends.torch.graph_export import export_graph
+
+pytestmark = pytest.mark.slow
+BATCH = {
+    "y": np.zeros(2, np.int64),
+    "x": np.random.default_rng(0).normal(size=(2, 4)).astype(np.float32),
+}
+
+
+def first_field(model: Any, batch: Any) -> Any:
+    return model(batch["x"])
+
+
+def export(tmp_path: Path, output: str, forward: Callable[[Any, Any], Any] = first_field) -> torch.nn.Module:
+    """Exports a trained model, and returns it."""
+    trained, task_model = (
+        torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Dropout()) for _ in range(2)
+    )
+    torch.save(trained.state_dict(), tmp_path / "weights.pt")
+    optimizer = torch.optim.SGD(task_model.parameters(), lr=0.1)
+    task = TorchTask(task_model, "cross_entropy", optimizer, train=BATCH, forward=forward)
+    export_graph(task, tmp_path / "weights.pt", BATCH, tmp_path / output)
+    return trained.eval()
+
+
+def test_a_graph_has_the_trained_weights_and_takes_any_number_of_samples(tmp_path: Path) -> None:
+    trained, x = export(tmp_path, "model.pt2"), torch.randn(5, 4)
+    graph = torch.export.load(tmp_path / "model.pt2").module()
+    torch.testing.assert_close(graph(x), trained(x), rtol=0, atol=0)
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="onnx and onnxscript not installed") as caught:
+        export(tmp_path, "model.onnx")
+    assert caught.value.fix == "pip install onnx onnxscript"
+
+
+def test_a_model_that_looks_at_values_is_refused(tmp_path: Path) -> None:
+    def looks(model: Any, batch: Any) -> Any:
+        return model(batch["x"]) if batch["x"].sum() > 0 else batch["x"]
+
+    with pytest.raises(UserError, match="cannot be traced"):
+        export(tmp_path, "model.pt2", looks)
+    assert not (tmp_path / "model.pt2").exists()
