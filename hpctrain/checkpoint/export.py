@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from hpctrain.checkpoint import safetensors
+from hpctrain.checkpoint.format import layout
+from hpctrain.checkpoint.format.strict_json import to_json
 from hpctrain.checkpoint.initial_match import renamed
 from hpctrain.checkpoint.lora import TRAINED_WHOLE, Weights, merge_lora, under_names
 from hpctrain.checkpoint.reading import Loaded
@@ -98,10 +100,15 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".
 """Suffixes of files with weights, or with an index of weights."""
 ADAPTER = re.compile(r"(\.lora_\w+)\.[^.]+(\.weight)$")
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+INDEX = "model.safetensors.index.json"
+"""Says in which file of a Hugging Face model in several files each weight is."""
+MAX_FILE_BYTES = 5_000_000_000
+"""Largest weight file of a folder, unless one weight is larger; several are read at a time."""
 
 
 def export_folder(loaded: Loaded, folder: Path, like: Path, selection: Selection) -> Path:
-    """Write ``model.safetensors``, or ``adapter_model.safetensors`` for only an adapter, and copy the rest of ``like``.
+    """Write ``model.safetensors``, or several files and their index if they are large, or ``adapter_model.safetensors``
+    for only an adapter; and copy the rest of ``like``.
 
     Args:
         loaded: a checkpoint.
@@ -110,7 +117,7 @@ def export_folder(loaded: Loaded, folder: Path, like: Path, selection: Selection
         selection: the weights to export. The adapter's name is removed from PEFT weights, as PEFT itself does.
 
     Returns:
-        The path of the weight file.
+        The path of the weight file, or of the index.
 
     Raises:
         UserError: ``like`` is not such a folder, or a file cannot be written.
@@ -125,14 +132,47 @@ def export_folder(loaded: Loaded, folder: Path, like: Path, selection: Selection
         # as in PEFT's files: ``X.lora_A.default.weight`` is ``X.lora_A.weight`` there
         names = {TRAINED_WHOLE.sub("", ADAPTER.sub(r"\1\2", name)): name for name in arrays}
         arrays, dtypes = under_names(arrays, dtypes, names)
-    path = folder / ("adapter_model.safetensors" if selection.trainable_only else "model.safetensors")
     with file_errors(f"{folder} cannot be written", "choose another --output"):
         folder.mkdir(parents=True, exist_ok=True)
         for file in sorted(like.iterdir()):
             if file.is_file() and not file.name.endswith(WEIGHTS):
                 shutil.copyfile(file, folder / file.name)
-    write_safetensors(arrays, dtypes, loaded.step, path)
-    return path
+    if selection.trainable_only:
+        path = folder / "adapter_model.safetensors"
+        write_safetensors(arrays, dtypes, loaded.step, path)
+        return path
+    return write_model(arrays, dtypes, loaded.step, folder)
+
+
+def write_model(arrays: SavedArrays, dtypes: Mapping[str, str], step: int, folder: Path) -> Path:
+    """Write a model's weights as files for ``from_pretrained``; returns the path of the only file, or of the index."""
+    whole = folder / "model.safetensors"
+    sizes = {name: layout.TensorSpec(name, arrays.shape_of(name), dtypes[name]).num_bytes for name in arrays}
+    parts = in_files(sizes, MAX_FILE_BYTES)
+    if len(parts) == 1:
+        write_safetensors(arrays, dtypes, step, whole)
+        return whole
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(parts, start=1):
+        path = folder / f"model-{number:05}-of-{len(parts):05}.safetensors"
+        write_safetensors(*under_names(arrays, dtypes, {name: name for name in names}), step, path)
+        weight_map |= dict.fromkeys(names, path.name)
+    write_whole(folder / INDEX, [to_json({"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})])
+    whole.unlink(missing_ok=True)  # of an earlier export, which loaders would prefer
+    return folder / INDEX
+
+
+def in_files(sizes: Mapping[str, int], most: int) -> list[list[str]]:
+    """Names of weights, in order, in files of up to ``most`` bytes, or of one weight."""
+    files: list[list[str]] = [[]]
+    held = 0
+    for name, size in sizes.items():
+        if files[-1] and held + size > most:
+            files.append([])
+            held = 0
+        files[-1].append(name)
+        held += size
+    return files
 
 
 def write_safetensors(arrays: SavedArrays, dtypes: Mapping[str, str], step: int, path: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.checkpoint import safetensors
-from hpctrain.checkpoint.export import AVERAGE, MODEL
+from hpctrain.checkpoint.export import AVERAGE, INDEX, MODEL
 from hpctrain.checkpoint.format.durable_files import is_absent, reading
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, converted
 from hpctrain.checkpoint.format.strict_json import JsonReader, parse_json
@@ -33,8 +33,6 @@ T = TypeVar("T")
 
 TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
 KERAS_FILE = ".weights.h5"
-INDEX = "model.safetensors.index.json"
-"""Index file of a Hugging Face model in several files."""
 OF_FOLDERS = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors")
 """Names of single-file Hugging Face models and PEFT adapters in a folder."""
 

@@ -81,7 +81,7 @@ class Feature(StrEnum):
     SHARD = "parallel.shard: optimizer"
     """the optimizer's state (ZeRO-1); each rank updates its rows of the parameters, and all get them."""
     SHARD_GRADIENTS = "parallel.shard: gradients"
-    """also the summed gradients of these rows (ZeRO-2), which are exchanged during the backward pass."""
+    """also the gradients (ZeRO-2, by FSDP2); layers are whole from the forward to the backward pass."""
     SHARD_PARAMETERS = "parallel.shard: parameters"
     """also the parameters (FSDP2); a layer is whole while it computes."""
     SHARD_TABLES = "parallel.shard: tables"
@@ -123,8 +123,12 @@ class Trait(StrEnum):
     """A rank has a part of the model or of its optimizers."""
     DIVIDES_OPTIMIZERS = auto()
     """A rank's optimizers update a part of the parameters, or rows of them."""
+    EXCHANGES_IN_LAYERS = auto()
+    """Ranks exchange tensors within layers."""
     EXCHANGES_IN_PASSES = auto()
     """Ranks exchange tensors or gradients while passes run, and so run the same ones."""
+    GATHERS = auto()
+    """A rank has rows of all parameters; layers are gathered to compute."""
     HIDES_PARTS = auto()
     """Code outside the model sees layers, or rows of tables, of one rank alone."""
     LOW_PRECISION = auto()
@@ -141,15 +145,17 @@ class Trait(StrEnum):
     """Each rank gets the sum of some gradients, not of all."""
 
 
-MEETS = (Trait.MEETS_INSIDE, Trait.EXCHANGES_IN_PASSES)
 DIVIDES_UPDATES = (Trait.DIVIDES, Trait.DIVIDES_OPTIMIZERS)
+MEETS = (Trait.MEETS_INSIDE, Trait.EXCHANGES_IN_PASSES)
+INSIDE = (*MEETS, Trait.EXCHANGES_IN_LAYERS)
+GATHERS = (*MEETS, *DIVIDES_UPDATES, Trait.REDUCE_SCATTERS, Trait.ADDS_DENSE, Trait.GATHERS)
 PLANS: dict[Feature, tuple[Trait, ...]] = {
-    Feature.TENSOR: (*MEETS, Trait.DIVIDES, Trait.ADDS_DENSE),
-    Feature.SHARD_TABLES: (*MEETS, *DIVIDES_UPDATES, Trait.HIDES_PARTS),
-    Feature.PIPELINE: (*MEETS, *DIVIDES_UPDATES, Trait.ADDS_DENSE, Trait.HIDES_PARTS),
-    Feature.SHARD_PARAMETERS: (*MEETS, *DIVIDES_UPDATES, Trait.REDUCE_SCATTERS, Trait.ADDS_DENSE),
+    Feature.TENSOR: (*INSIDE, Trait.DIVIDES, Trait.ADDS_DENSE),
+    Feature.SHARD_TABLES: (*INSIDE, *DIVIDES_UPDATES, Trait.HIDES_PARTS),
+    Feature.PIPELINE: (*INSIDE, *DIVIDES_UPDATES, Trait.ADDS_DENSE, Trait.HIDES_PARTS),
+    Feature.SHARD_PARAMETERS: GATHERS,
     Feature.SHARD: (*DIVIDES_UPDATES, Trait.REDUCE_SCATTERS),
-    Feature.SHARD_GRADIENTS: (*DIVIDES_UPDATES, Trait.REDUCE_SCATTERS, Trait.EXCHANGES_IN_PASSES),
+    Feature.SHARD_GRADIENTS: GATHERS,
 }
 TRAITS: dict[Feature, tuple[Trait, ...]] = {
     **dict.fromkeys((Feature.BF16_SUMS, Feature.FP16_SUMS), (Trait.COMPRESSES,)),
@@ -193,6 +199,6 @@ Rows = Mapping[tuple[Feature | Trait, ...], tuple[str, str]]
 """What is wrong and what to do, by features."""
 
 
-def refusing(feature: Feature, stated: str, others: Mapping[Feature, tuple[str, str]]) -> Rows:
+def refusing(feature: Feature | Trait, stated: str, others: Mapping[Feature, tuple[str, str]]) -> Rows:
     """Rows of one feature and each of others, which say what is wrong and what to do."""
     return {(feature, other): (f"{stated}, and {what}", fix) for other, (what, fix) in others.items()}

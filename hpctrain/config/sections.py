@@ -339,6 +339,15 @@ class ParallelConfig(Section, key="parallel"):
     or of an nn.Sequential. The batch passes through them in the micro-batches of train.accumulate."""
     shard: Shard = "none"
     """What is sharded over the ranks (PyTorch); results and checkpoints are the same."""
+    shard_within: Literal["all", "node"] = "all"
+    """Ranks over which shard: parameters or gradients divides rows: all, or those of each node (HSDP). Each node then
+    holds a copy of the model and gathers layers without the network, which carries sums of rows only."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shard_within == "node" and self.shard not in ("parameters", "gradients"):
+            what = f"parallel.shard_within is node, and parallel.shard is {self.shard}"
+            raise WrongValue("parallel.shard_within", what, "leave it out, or set parallel.shard: parameters")
 
 
 class ReduceConfig(Section, key="reduce"):

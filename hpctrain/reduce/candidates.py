@@ -15,7 +15,7 @@ from hpctrain.system.shared_memory import FOLDER
 
 Backend = Literal["gloo", "nccl", "xccl"]
 Kind = Literal["none", "mpi", "horovod", "gloo", "nccl", "xccl"]
-Way = Literal["node", "ring", "flat", "overlap", "sharded", "sliced"]
+Way = Literal["node", "ring", "flat", "overlap", "sharded"]
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,6 @@ class Neighbours(enum.IntEnum):
     """The ranks of the previous and next pipeline stages."""
     TABLES = 3
     """The ranks that hold other rows of its embedding tables."""
-    GRADIENTS = 4
-    """The ranks that hold other slices of the gradients."""
 
 
 class StepClock(Protocol):

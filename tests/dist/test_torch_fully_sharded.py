@@ -35,7 +35,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return run
 
 
-@pytest.mark.parametrize("plan", ["two", "four", "recompute", "hybrid"])
+@pytest.mark.parametrize("plan", ["two", "four", "recompute", "hybrid", "gradients", "gradients-hybrid", "nodes"])
 def test_numbers_are_those_of_one_process(results: Results, plan: str) -> None:
     """Parameters, averages and slots after 6 updates, with accumulation, clipping and weight decay by group."""
     found = results()["plans"][plan]
@@ -44,7 +44,7 @@ def test_numbers_are_those_of_one_process(results: Results, plan: str) -> None:
 
 
 def test_a_run_goes_on_at_any_other_plan(results: Results) -> None:
-    """Sharded parameters on 2 ranks, whole on 4, optimizer on 2, cut and sharded on 4, parameters on 2, one process."""
+    """Sharded parameters on 2 ranks, whole on 4, optimizer on 2, cut and sharded on 4, gradients on 2, one process."""
     found = results()["plans"]["chain"]
     assert found["ids"]
     assert found["difference"] <= 1e-12
@@ -54,6 +54,7 @@ def test_checkpoints_hold_whole_tensors(results: Results) -> None:
     found = results()["plans"]
     assert found["problems"] == []
     assert found["shapes"]["same"]
+    assert found["saved"] <= 1e-12, "by one copy of the model"
     assert found["shapes"]["number"] > 80
 
 
@@ -95,7 +96,7 @@ def test_waits_for_ranks_that_are_lost_end_with_a_sentence(results: Results, wai
     assert re.match(rf"rank 0 of 2 waited \d+ s for the other ranks to {what}: .", said)
 
 
-@pytest.mark.parametrize("case", ["mean", "weighted", "adagrad"])
+@pytest.mark.parametrize("case", ["mean", "weighted", "adagrad", "gradients"])
 def test_sizes_that_divide_by_nothing_and_ranks_without_samples(results: Results, case: str) -> None:
     found = results()["uneven"][case]
     assert found["difference"] <= 1e-12
@@ -104,13 +105,20 @@ def test_sizes_that_divide_by_nothing_and_ranks_without_samples(results: Results
         assert largest <= max(1, whole / 2)  # 5 rows are split into 2, 2, 1 and 0
 
 
+@pytest.mark.parametrize("plan", ["parameters", "gradients"])
+def test_layers_that_are_frozen_at_times_and_updates_that_are_left_out(results: Results, plan: str) -> None:
+    assert results()["frozen"][plan] < 1e-5
+    for before, spoiled, after in results()["frozen"][f"{plan} overflow"]:
+        assert before == spoiled != after
+
+
 def test_layers_of_torch_that_use_their_weights_in_other_ways(results: Results) -> None:
     assert results()["layers"]["difference"] <= 1e-12
 
 
 def test_a_loss_that_holds_gradients_is_refused(results: Results) -> None:
     for said in results()["layers"]["said"]:
-        assert said.startswith("the task's loss has no gradient while parallel.shard is parameters: ")
+        assert said.startswith("the task's loss has no gradient while parallel.shard gathers layers: ")
 
 
 def test_ranks_that_compute_different_layers_end_with_their_names(results: Results) -> None:

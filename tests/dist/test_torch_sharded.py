@@ -23,11 +23,6 @@ SCENARIOS = {
     2: ("optimizers", "exchanges", "bits", "overflow", "own_steps", "replaced", "grown", "frozen", "unknown"),
     4: ("optimizers", "exchanges", "messages", "resumed"),
 }
-OF_GRADIENTS = {
-    2: ("optimizers", "bits", "overflow", "replaced", "grown", "frozen"),
-    4: ("optimizers", "messages", "uneven", "resumed"),
-}
-"""Scenarios with ``parallel.shard: gradients``, by number of ranks."""
 BY_GROUP = {2: ("optimizers", "bits", "overflow", "own_steps", "replaced", "frozen"), 4: ("optimizers", "uneven")}
 """Scenarios of sharded optimizers that exchange by a process group."""
 GROUP = "optimizer:nccl"
@@ -42,7 +37,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @functools.cache
     def run(ranks: int, shard: str = "optimizer") -> Any:
         folder = tmp_path_factory.mktemp("sharded")
-        scenarios = {"gradients": OF_GRADIENTS, GROUP: BY_GROUP}.get(shard, SCENARIOS)[ranks]
+        scenarios = {GROUP: BY_GROUP}.get(shard, SCENARIOS)[ranks]
         env = {"PYTHONPATH": str(ROOT)}
         result = mpirun(ranks, PROGRAM, folder, shard, *scenarios, env=env, timeout=240, warm="torch")
         return json.loads(result.stdout.strip().splitlines()[-1])
@@ -133,7 +128,7 @@ def test_an_optimizer_that_gets_parameters_later_is_refused(results: Any) -> Non
         assert said.startswith("an optimizer was given 0.bias after the run had begun")
 
 
-@pytest.mark.parametrize("shard", ["optimizer", GROUP, "gradients"])
+@pytest.mark.parametrize("shard", ["optimizer", GROUP])
 def test_layers_that_are_frozen_at_times_train_as_in_one_process(results: Any, shard: str) -> None:
     assert max(results(2, shard)["frozen"]["differences"]) < 1e-5
 
@@ -151,47 +146,5 @@ def test_any_state_resumes_on_any_ranks_sharded_or_not(results: Any) -> None:
         assert resumed["difference"] <= 1e-12
 
 
-@pytest.mark.parametrize("name", SOME)
-@RANKS
-def test_sliced_gradients_train_as_one_process(results: Any, ranks: int, name: str) -> None:
-    found = results(ranks, "gradients")["optimizers"][name]
-    require_exact(found)
-    if name in BY_ROWS:
-        require_shares(found)
-
-
-def test_slices_travel_as_messages_too(results: Any) -> None:
-    require_exact(results(4, "gradients")["messages"])
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_sliced_gradients_give_the_bits_of_a_replicated_run(results: Any, precision: str) -> None:
-    hashes = results(2, "gradients")["bits"][precision]
-    assert len({one for rank in hashes for one in rank}) == 1
-
-
-@pytest.mark.parametrize("shard", ["gradients", GROUP])
-def test_a_rank_with_fewer_passes_adds_zeros_to_those_of_others(results: Any, shard: str) -> None:
-    assert max(results(4, shard)["uneven"]["differences"]) <= 1e-12
-
-
-def test_an_overflow_of_sliced_gradients_leaves_the_update_out_on_all_ranks(results: Any) -> None:
-    hashes = results(2, "gradients")["overflow"]["hashes"]
-    for before, spoiled, after in hashes:
-        assert before == spoiled != after
-    assert len(set(map(tuple, hashes))) == 1
-
-
-def test_with_sliced_gradients_tasks_may_replace_memory_and_not_add_parameters(results: Any) -> None:
-    found = results(2, "gradients")
-    assert len({one for rank in found["replaced"]["hashes"] for one in rank}) == 1
-    for said in found["grown"]["said"]:
-        assert said.startswith("an optimizer was given 0.bias after the run had begun")
-
-
-def test_state_goes_from_sliced_gradients_to_a_sharded_optimizer_and_back(results: Any) -> None:
-    found = results(4, "gradients")["resumed"]
-    assert len(found) == 12
-    for resumed in found.values():
-        assert resumed["ids"] and resumed["names"]
-        assert resumed["difference"] <= 1e-12
+def test_a_rank_with_fewer_passes_adds_zeros_to_those_of_others(results: Any) -> None:
+    assert max(results(4, GROUP)["uneven"]["differences"]) <= 1e-12

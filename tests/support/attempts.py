@@ -87,7 +87,7 @@ def attempt(
         train=TrainConfig(**{"steps": steps, **SETTINGS, **train}),
         reduce=ReduceConfig(
             kind="mpi" if world.data.size > 1 else "auto",
-            verify_every_steps=None if parallel.shard == "parameters" else 1,
+            verify_every_steps=None if parallel.shard in ("parameters", "gradients") else 1,
         ),
         parallel=parallel,
         checkpoint=CheckpointConfig(interval="none"),

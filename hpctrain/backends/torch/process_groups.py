@@ -371,7 +371,7 @@ class DefaultGroup:
     def __init__(self, group: Group, device: torch.device, timeout_s: float = TIMEOUT_S) -> None:
         if dist.is_initialized():
             raise UserError(
-                "the task has opened torch.distributed, which parallel.shard: parameters opens itself",
+                "the task has opened torch.distributed, which this parallel.shard opens itself",
                 "leave torch.distributed.init_process_group out of the task",
             )
         self.word = word_of(device)

@@ -9,10 +9,6 @@ WITH_FULLY_SHARDED = {
         "the task has several models, none of which calls the others",
         "give the task one model, or set parallel.shard: optimizer",
     ),
-    Feature.CHANNELS_LAST: (
-        "train.channels_last is true: rows of a parameter would not be contiguous in memory",
-        "leave train.channels_last out, or set parallel.shard: optimizer",
-    ),
     Feature.PIPELINE: (
         "parallel.pipeline is {1}, which would gather each layer for each of its micro-batches",
         "set parallel.pipeline to 1, or parallel.shard: optimizer",
@@ -29,10 +25,6 @@ WITH_FULLY_SHARDED = {
         "{1} has gradient hooks (register_hook), which would never be called",
         "leave the hooks out: train.clip_norm clips gradients, and parameter groups have their own rates; or set "
         "parallel.shard: optimizer",
-    ),
-    Feature.META_INIT: (
-        "the task made {1} on the meta device, but rows are taken from whole parameters",
-        "make the model with values, or divide it by parallel.tensor or parallel.pipeline",
     ),
     Feature.TORCH_METRICS: (
         "{1} of the task is a torchmetrics metric, which would itself synchronise all ranks as soon as "
@@ -85,10 +77,6 @@ ROWS: Rows = {
         "different ranks",
         "keep it in buffers of the model, or change it in hooks and without PerRank",
     ),
-    (Feature.SHARD_GRADIENTS, Feature.PROCESS_GROUPS): (
-        "parallel.shard is gradients, which are exchanged through host memory, and reduce.kind is nccl",
-        "set parallel.shard: parameters, or optimizer, which go from GPU to GPU, or leave reduce.kind out",
-    ),
     # zero1
     (Trait.REDUCE_SCATTERS, Feature.HOROVOD): (
         "{0}, and Horovod would send all gradients to all ranks",
@@ -110,9 +98,9 @@ ROWS: Rows = {
         "{0}, and {1} may update a parameter from others, so ranks that hold a part of them would train another model",
         SAY_ELEMENTWISE,
     ),
-    **refusing(Feature.SHARD_PARAMETERS, "parallel.shard is parameters", WITH_FULLY_SHARDED),
-    (Feature.SHARD_PARAMETERS, Feature.WHOLE_TENSORS, Feature.RANKS): (
-        "parallel.shard is parameters, and {1}",
+    **refusing(Trait.GATHERS, "{0}", WITH_FULLY_SHARDED),
+    (Trait.GATHERS, Feature.WHOLE_TENSORS, Feature.RANKS): (
+        "{0}, and {1}",
         "use an optimizer that updates each element by itself, such as AdamW, leave parameters without elements out, "
         "or set parallel.shard: optimizer",
     ),
@@ -122,7 +110,7 @@ ROWS: Rows = {
         "{0}, and the task has its own step, whose passes other ranks could not follow",
         "give the task loss= and optimizer=, without step=, or set parallel.shard: optimizer",
     ),
-    (Trait.MEETS_INSIDE, Feature.COMPILE): (
+    (Trait.EXCHANGES_IN_LAYERS, Feature.COMPILE): (
         "{0}, and train.compile is true: ranks communicate inside the model",
         "leave train.compile out",
     ),

@@ -73,7 +73,6 @@ FOR_NEIGHBOURS: Mapping[int, str] = {
     Neighbours.TENSOR: "waits for other parts of a layer",
     Neighbours.PIPELINE: "waits for another stage",
     Neighbours.TABLES: "waits for rows of a table",
-    Neighbours.GRADIENTS: "waits for slices of gradients",
 }
 STATES = {
     ENDED: "has ended",
@@ -118,9 +117,9 @@ def who_never_arrived(beats: list[Beat], grid: Grid | None = None) -> list[Beat]
 
 
 def apart(beats: list[Beat], grid: Grid) -> list[Beat]:
-    """Ranks in the exchange for which others wait: tensor neighbours, or any rank waiting for rows or gradients."""
+    """Ranks in the exchange for which others wait: tensor neighbours, or any rank waiting for rows."""
     waiting_groups = {beat.rank // grid.tensor for beat in beats if beat.waits_for == Neighbours.TENSOR}
-    of_all = any(beat.waits_for in (Neighbours.TABLES, Neighbours.GRADIENTS) for beat in beats)
+    of_all = any(beat.waits_for == Neighbours.TABLES for beat in beats)
     return [beat for beat in beats if beat.waits and (of_all or beat.rank // grid.tensor in waiting_groups)]
 
 

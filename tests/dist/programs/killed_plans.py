@@ -58,9 +58,10 @@ TORCH_PLANS: dict[str, Plan] = {
     "int8-average": {"reduce": {**INT8, "compress_after_steps": 4}, "train": {"ema_decay": 0.5, "precision": "bf16"}},
     "local": {"sync": LOCAL, "train": {**NARROW, "precision": "bf16"}},
     "fp16": {"parallel": {"shard": "optimizer"}, "train": {"precision": "fp16"}},
-    "zero2": {"parallel": {"shard": "gradients"}, "train": AVERAGED},
+    "zero2": {"parallel": {"shard": "gradients"}, "train": AVERAGED, "task": {"size": 1}},
     "tensor": {"parallel": {"tensor": 2, "shard": "optimizer"}, "task": {"cut": True}},
-    "pipeline": {"parallel": {"pipeline": 2, "shard": "gradients"}, "train": NARROW},
+    "zero3": {"parallel": {"shard": "parameters"}, "train": {**AVERAGED, "precision": "bf16"}, "task": {"size": 1}},
+    "pipeline": {"parallel": {"pipeline": 2, "shard": "optimizer"}, "train": NARROW},
 }
 KERAS_PLANS: dict[str, Plan] = {
     "int8": {"reduce": {**INT8, "compress_after_steps": 4}, "train": AVERAGED},
@@ -78,19 +79,19 @@ def samples() -> dict[str, np.ndarray]:
     return {"x": x, "y": (x @ np.arange(FEATURES)).astype(np.float32)[:, None]}
 
 
-def torch_task(cut: bool = False) -> Any:
-    """A layer, a table and a vector without elements, and a parameter that the loss does not use. Evaluations draw
-    random numbers too."""
+def torch_task(cut: bool = False, size: int = 0) -> Any:
+    """A layer, a table and a vector of this size, by default without elements, and a parameter that the loss does not
+    use. Evaluations draw random numbers too."""
 
     class Empty(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer, self.table = torch.nn.Linear(WIDTH, 0), torch.nn.Embedding(0, 4)
-            self.vector, self.idle = (torch.nn.Parameter(torch.empty(shape)) for shape in ((0,), (3, 0, 2)))
+            self.layer, self.table = torch.nn.Linear(WIDTH, size), torch.nn.Embedding(size, 4)
+            self.vector, self.idle = (torch.nn.Parameter(torch.ones(shape)) for shape in ((size,), (3, size, 2)))
 
         def forward(self, x: Any) -> Any:
             noise = 0.01 * torch.rand(())
-            return torch.cat([x, self.layer(x)], -1) + self.table.weight.sum() + self.vector.sum() + noise
+            return torch.cat([x, self.layer(x)], -1)[..., :WIDTH] + self.table.weight.sum() + self.vector.sum() + noise
 
     whole = torch.nn.Sequential(torch.nn.Linear(FEATURES, WIDTH), Empty())
     divided = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, WIDTH))

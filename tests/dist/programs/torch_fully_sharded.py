@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,12 @@ from hpctrain.errors import RunFailed
 from hpctrain.train.clock import NO_CLOCK, Waiting
 from hpctrain.train.state import StateTensor
 from hpctrain.train.stateful import value_of
-from tests.support.attempts import attempt, furthest
+from tests.support.attempts import attempt, furthest, whole_state
 from tests.tasks import tensor_tasks, torch_sharded
 from tests.tasks.torch_tasks import (
     adagrad,
+    cut,
+    decaying,
     global_batches,
     in_float64,
     make_framework,
@@ -49,9 +52,12 @@ from tests.tasks.torch_tasks import (
     weighted_loss,
 )
 
-PARAMETERS, OPTIMIZER, WHOLE = (ParallelConfig(shard=each) for each in ("parameters", "optimizer", "none"))
+PARAMETERS, GRADIENTS, OPTIMIZER, WHOLE = (
+    ParallelConfig(shard=each) for each in ("parameters", "gradients", "optimizer", "none")
+)
 layout.LEAST_TILE_BYTES = 64  # tiles, as for large matrices
 HYBRID = ParallelConfig(tensor=2, shard="parameters")
+KEEPING = ParallelConfig(tensor=2, shard="gradients")
 GPT = "tests.tasks.tensor_tasks:numbered"
 STAGES = "tests.tasks.pipeline_tasks:numbered"
 TABLES = "tests.tasks.table_tasks:recommender"
@@ -82,13 +88,19 @@ def plans(world: World, folder: Path) -> dict[str, Any]:
         ("four", 4, PARAMETERS, {}),
         ("recompute", 4, PARAMETERS, {"recompute": ("blocks.*",)}),
         ("hybrid", 4, HYBRID, {"recompute": ("blocks.*",)}),
+        ("gradients", 4, GRADIENTS, {}),
+        ("nodes", 4, ParallelConfig(shard="parameters", shard_within="node"), {}),
+        ("gradients-hybrid", 4, KEEPING, {"recompute": ("blocks.*",)}),
     ]
-    chain = [(2, PARAMETERS), (4, WHOLE), (2, OPTIMIZER), (4, HYBRID), (2, PARAMETERS), (1, PARAMETERS)]
+    chain = [(2, PARAMETERS), (4, WHOLE), (2, OPTIMIZER), (4, HYBRID), (2, GRADIENTS), (1, PARAMETERS)]
     found: dict[str, Any] = {}
     wanted_ids, wanted = attempt(parts[1], folder / "alone", WHOLE, GPT, UPDATES) if world.rank == 0 else ([], {})
     for name, size, parallel, settings in tries:
         if world.rank < size:
-            ids, state = attempt(parts[size], folder / name, parallel, GPT, UPDATES, **settings)
+            ranks = parts[size]
+            if parallel.shard_within == "node":
+                ranks = replace(ranks, node=ranks.rank % 2, nodes=2)
+            ids, state = attempt(ranks, folder / name, parallel, GPT, UPDATES, **settings)
             found[name] = {"ids": ids == wanted_ids, "difference": difference(state, wanted)}
         world.everyone.barrier("end a run")
     ids_of_chain: list[list[int]] = []
@@ -99,12 +111,14 @@ def plans(world: World, folder: Path) -> dict[str, Any]:
         world.everyone.barrier("end an attempt")
     if world.rank == 0:
         found["chain"] = {"ids": ids_of_chain == wanted_ids, "difference": difference(state, wanted)}
-        found["problems"] = verify_checkpoint(CheckpointStore(folder / "two" / "checkpoints"), UPDATES).problems
+        stores = [CheckpointStore(folder / name / "checkpoints") for name in ("two", "nodes")]
+        found["problems"] = [problem for one in stores for problem in verify_checkpoint(one, UPDATES).problems]
         shapes = []
-        for name in ("alone", "hybrid"):
+        for name in ("alone", "hybrid", "nodes"):
             arrays = CheckpointStore(folder / name / "checkpoints").load(UPDATES).arrays
             shapes.append({key: arrays[key].shape for key in arrays if key.startswith(STATE)})
-        found["shapes"] = {"number": len(shapes[0]), "same": shapes[0] == shapes[1]}
+            found["saved"] = difference({key: arrays[key] for key in shapes[-1]}, wanted)
+        found["shapes"] = {"number": len(shapes[0]), "same": shapes[0] == shapes[1] == shapes[2]}
     return found
 
 
@@ -156,8 +170,10 @@ def uneven(world: World, folder: Path) -> dict[str, Any]:
     """A model whose sizes divide by nothing, with a scalar, a frozen and an unused parameter, over batches of which the
     last has fewer samples than ranks; compared with one process."""
 
-    def trained(ranks: World, loss: Any, made: Any, clip: float | None) -> tuple[list[float], list[StateTensor]]:
-        parallel, kind = (WHOLE, "none") if ranks.size == 1 else (PARAMETERS, "auto")
+    def trained(
+        ranks: World, loss: Any, made: Any, clip: float | None, parallel: ParallelConfig
+    ) -> tuple[list[float], list[StateTensor]]:
+        kind = "none" if ranks.size == 1 else "auto"
         framework = make_framework(
             ranks, torch_sharded.model, loss, made, in_float64, parallel=parallel, accumulate=2, clip_norm=clip,
             ema_decay=0.9, reduce={"kind": kind},
@@ -167,9 +183,9 @@ def uneven(world: World, folder: Path) -> dict[str, Any]:
         framework.close()
         return losses, state
 
-    def one(loss: Any, made: Any, clip: float | None = 0.05) -> dict[str, Any]:
-        wanted, whole = trained(alone(), loss, made, clip)
-        losses, mine = trained(world, loss, made, clip)
+    def one(loss: Any, made: Any, clip: float | None = 0.05, parallel: ParallelConfig = PARAMETERS) -> dict[str, Any]:
+        wanted, whole = trained(alone(), loss, made, clip, WHOLE)
+        losses, mine = trained(world, loss, made, clip, parallel)
         values = {each.name: value_of(each) for each in whole}
         distance, held = furthest([np.array(losses)], [np.array(wanted)]), {name: 0 for name in values}
         for each in mine:
@@ -187,8 +203,45 @@ def uneven(world: World, folder: Path) -> dict[str, Any]:
 
     adamw, plain = torch_sharded.BY_ROWS["AdamW"], torch_sharded.BY_ROWS["SGD"]
     # AdamW and clipping hide gradients that are wrong by a constant factor.
-    weighted = one(weighted_loss, plain, clip=None)
-    return {"mean": one(mean_loss, adamw), "weighted": weighted, "adagrad": one(mean_loss, adagrad)}
+    return {
+        "mean": one(mean_loss, adamw),
+        "weighted": one(weighted_loss, plain, clip=None),
+        "adagrad": one(mean_loss, adagrad),
+        "gradients": one(weighted_loss, plain, clip=None, parallel=GRADIENTS),
+    }
+
+
+def frozen(world: World, folder: Path) -> dict[str, Any]:
+    """Whole states after updates during some of which, including the first, a layer is frozen; and those after an
+    update in fp16 that an infinite gradient of one rank left out, and the next one, as hashes."""
+
+    def state_of(ranks: World, parallel: ParallelConfig) -> dict[str, Any]:
+        framework = make_framework(ranks, optimizer=decaying, parallel=parallel)
+        for step, batch in enumerate(global_batches(8)):
+            framework.model[0].requires_grad_(step not in (0, 1, 4, 5))
+            framework.step(cut(batch, ranks.rank, ranks.size), len(batch["x"]))
+        state = whole_state(framework, ranks.everyone)
+        framework.close()
+        return state
+
+    def overflown(parallel: ParallelConfig) -> list[str]:
+        framework = make_framework(world, precision="fp16", parallel=parallel)
+        train(framework, 1)
+        batch = next(global_batches(1))
+        spoiled = {**batch, "x": batch["x"].copy()}
+        spoiled["x"][-1, 0] = np.inf
+        hashes = [framework.weights_hash()]
+        for each in (spoiled, batch):
+            framework.step(cut(each, world.rank, world.size), 30)
+            hashes.append(framework.weights_hash())
+        framework.close()
+        return hashes
+
+    wanted, found = state_of(alone(), WHOLE), dict[str, Any]()
+    for parallel in (PARAMETERS, GRADIENTS):
+        found[parallel.shard] = difference(state_of(world, parallel), wanted)
+        found[f"{parallel.shard} overflow"] = world.data.allgather(overflown(parallel), "compare")
+    return found
 
 
 class Layers(nn.Module):
@@ -303,7 +356,7 @@ class Deep(nn.Module):
         self.first = nn.Linear(12, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH)
         self.layers = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH)])
-        self.head = nn.Linear(WIDTH, 3)
+        self.head, self.unused = nn.Linear(WIDTH, 3), nn.Linear(2, 2)
 
     def forward(self, points: Tensor) -> Tensor:
         """``points``: [n, 12]."""
@@ -351,8 +404,10 @@ def halves(world: World, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {**sizes}
     for name, parallel in (("sharded", PARAMETERS), ("whole", WHOLE)):
         live.clear()
-        framework = make_framework(world, Deep, forward=forward, parallel=parallel, precision="bf16", clip_norm=0.5)
-        losses = train(framework, 3)
+        framework = make_framework(
+            world, Deep, forward=forward, parallel=parallel, precision="bf16", clip_norm=0.5, accumulate=2
+        )
+        losses = train(framework, 3, 2)
         framework.close()
         found[name] = {"live": world.data.allgather(max(live, default=0), "compare"), "losses": losses}
     return found
@@ -479,7 +534,7 @@ def load_hdf5(path: Path) -> Any:
 
 
 SCENARIOS: dict[str, Callable[[World, Path], dict[str, Any]]] = {
-    each.__name__: each for each in (plans, exchanges, lost, uneven, layers, apart, halves, groups, runs)
+    each.__name__: each for each in (plans, exchanges, lost, uneven, frozen, layers, apart, halves, groups, runs)
 }
 
 

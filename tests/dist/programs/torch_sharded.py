@@ -45,8 +45,6 @@ SHARD, _, KIND = sys.argv[2].partition(":")
 KIND = KIND or "mpi"
 SHARDED = ParallelConfig(shard=SHARD)  # type: ignore[arg-type]
 WHOLE = ParallelConfig()
-OTHER = WHOLE if SHARDED.shard == "optimizer" else ParallelConfig(shard="optimizer")
-"""Plan with which runs are resumed, or from which they come."""
 UPDATES = 6
 LATER = 3
 """Updates before a stop."""
@@ -104,7 +102,7 @@ def elements(slots: dict[str, Any]) -> list[tuple[str, Any]]:
 def optimizers(world: World, folder: Path) -> dict[str, Any]:
     """Results by optimizer; on two ranks only some optimizers."""
     known = torch_sharded.BY_ROWS | torch_sharded.WHOLE
-    names = torch_sharded.SOME if world.size == 2 or SHARDED.shard == "gradients" else known
+    names = torch_sharded.SOME if world.size == 2 else known
     return {name: one_optimizer(world, known[name]) for name in names}
 
 
@@ -293,11 +291,11 @@ def resumed(world: World, folder: Path) -> dict[str, Any]:
     comm = world.everyone.comm
     assert comm is not None
     parts = {size: from_communicator(comm.Split(int(world.rank < size), world.rank)) for size in {1, 2, world.size}}
-    plans = [(size, parallel) for size in sorted(parts) for parallel in (SHARDED, OTHER)]
+    plans = [(size, parallel) for size in sorted(parts) for parallel in (SHARDED, WHOLE)]
     wanted_ids, wanted = (
         attempt(parts[1], folder / f"uninterrupted-{world.rank}", WHOLE, TASK, UPDATES) if world.rank == 0 else ([], {})
     )
-    for begun in (SHARDED, OTHER):
+    for begun in (SHARDED, WHOLE):
         saved = folder / begun.shard
         attempt(world, saved, begun, TASK, UPDATES, LATER)
         for size, parallel in plans:

@@ -388,7 +388,7 @@ def compiled(world: World) -> dict[str, Any]:
         "overlap": {"way": "mpi-overlap"},
         "device": {"way": GLOO},
         "recompute": {"way": "mpi-overlap", "recompute": ("0", "1"), "ema_decay": 0.9, "clip_norm": 0.05},
-        **{shard: {"parallel": ParallelConfig(shard=shard)} for shard in ("optimizer", "gradients")},
+        **{shard: {"parallel": ParallelConfig(shard=shard)} for shard in ("optimizer", "gradients", "parameters")},
     }
     for name, settings in plans.items():
         for compiles in (False, True):
@@ -418,7 +418,7 @@ def spectral(world: World) -> dict[str, Any]:
     """Losses of a model with complex parameters, by how its gradients are summed."""
     plans: dict[str, dict[str, Any]] = {
         **{way: {"way": way} for way in ("mpi-overlap", "horovod-flat", GLOO)},
-        **{shard: {"parallel": ParallelConfig(shard=shard)} for shard in ("optimizer", "gradients")},
+        "optimizer": {"parallel": ParallelConfig(shard="optimizer")},
     }
     return {name: trained(world, 12, model=Spectral, clip_norm=0.5, **settings) for name, settings in plans.items()}
 

@@ -49,12 +49,13 @@ class Watcher(BaseHook):
 
 def main(folder: Path, weights: Path, width: int) -> dict[str, Any]:
     """Results by plan, and by whether the model is on the meta device."""
-    fit(load_config(None, words(folder, "small", None, 2, reduce__kind="mpi")))  # loads all modules
+    for shard in ("none", "parameters"):  # loads all modules
+        fit(load_config(None, words(folder, f"small-{shard}", None, 2, reduce__kind="mpi", parallel__shard=shard)))
     found: dict[str, Any] = {}
     for is_meta in ("true", "false"):
-        for axis in ("tensor", "pipeline"):
+        for axis, size in (("tensor", 2), ("pipeline", 2), ("shard", "parameters")):
             watcher = Watcher()
-            keys = {f"parallel__{axis}": 2, "task_args__meta": is_meta, "task_args__width": width}
+            keys = {f"parallel__{axis}": size, "task_args__meta": is_meta, "task_args__width": width}
             name = f"{axis}-{is_meta}"
             fit(load_config(None, words(folder, name, weights, 3, **keys)), hooks=[watcher])
             found[name] = {"losses": watcher.losses, "added": watcher.added}

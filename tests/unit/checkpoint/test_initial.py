@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
-from hpctrain.checkpoint import safetensors
+from hpctrain.checkpoint import export, initial, safetensors
 from hpctrain.checkpoint.contents import trained_alone
-from hpctrain.checkpoint.initial import load_initial
+from hpctrain.checkpoint.initial import files_of, load_initial
 from hpctrain.checkpoint.initial_match import Match, WeightSource, renamed, require_meant
 from hpctrain.checkpoint.lora import merge_lora
 from hpctrain.checkpoint.store import CheckpointStore, open_saver
@@ -328,6 +329,51 @@ def test_a_folder_for_from_pretrained(tmp_path: Path) -> None:
         assert "head.weight" in safetensors.read(out / weights)[0]
     assert main(["ckpt", "export", path, "-o", str(like), "--like", str(like)]) == 64
     assert (like / "model.safetensors").read_text() == "{}"
+
+
+def test_a_large_model_is_exported_in_several_files_and_an_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Hugging Face writes them; what a smaller export left there is gone, since loaders would prefer it."""
+    like, out = tmp_path / "base", tmp_path / "out"
+    like.mkdir()
+    (like / "config.json").write_text("{}")
+    path = saved(make_framework(alone(), Network), tmp_path / "checkpoints")
+    command = ["ckpt", "export", path, "-o", str(out), "--like", str(like)]
+    assert main(command) == 0
+    whole = {name: array.copy() for name, array in safetensors.read(out / "model.safetensors")[0].items()}
+    monkeypatch.setattr(export, "MAX_FILE_BYTES", 200)
+    assert main(command) == 0
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert {one.name for one in out.iterdir()} == {"config.json", "model.safetensors.index.json", *files}
+    assert len(files) > 1 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    assert index["metadata"]["total_size"] == sum(array.nbytes for array in whole.values())
+    for name, file in index["weight_map"].items():
+        assert np.array_equal(load_file(out / file)[name], whole[name])
+    assert {one.name for one in files_of(out)} == set(files)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_torch_dcp_reads_such_folders_and_writes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its storage of safetensors: that of its own has a pickle."""
+    from torch.distributed import checkpoint as dcp
+
+    (tmp_path / "config.json").write_text("{}")
+    path = saved(make_framework(alone(), Network), tmp_path / "checkpoints")
+    monkeypatch.setattr(export, "MAX_FILE_BYTES", 200)
+    out, back = tmp_path / "out", tmp_path / "back"
+    assert main(["ckpt", "export", path, "-o", str(out), "--like", str(tmp_path)]) == 0
+    names = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    found = {name: torch.full_like(value, 7) for name, value in Network().state_dict().items()}
+    dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(out)))
+    places = {name: 1 + number % 2 for number, name in enumerate(found)}
+    dcp.save(found, storage_writer=dcp.HuggingFaceStorageWriter(str(back), fqn_to_index_mapping=places))
+    read = initial.joined(map(initial.weights_of_file, files_of(back))).arrays
+    assert found.keys() == names.keys() == set(read)
+    for name, file in names.items():
+        assert np.array_equal(found[name].numpy(), load_file(out / file)[name])
+        assert np.array_equal(read[name], found[name].numpy())
 
 
 @pytest.mark.parametrize("where", ["whole", "inside"])

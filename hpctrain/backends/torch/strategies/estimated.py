@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -78,7 +78,12 @@ def measured(framework: TorchFramework, batch: HostBatch, ranks: int) -> tuple[S
     with kept.weighing():
         framework.step([batch], samples_of(batch))
     state = [TensorSize.of(tensor) for tensor in framework.state()]
-    return state, of_state(state, kept.num_bytes / samples_of(batch), ranks)
+    whole = of_state(state, kept.num_bytes / samples_of(batch), ranks)
+    return state, replace(whole, copies=sum(kept.copies.values()))
+
+
+CASTS = ("ToCopyBackward0", "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0")
+"""Operations of autograd between a parameter and the copy of it that a layer computes with."""
 
 
 class SavedForBackward:
@@ -92,6 +97,8 @@ class SavedForBackward:
         self.known = {one.untyped_storage().data_ptr() for one in known}
         self.storages: dict[int, int] = {}
         """Bytes by address, so that what is saved twice counts once."""
+        self.copies: dict[int, int] = {}
+        """The same of copies of parameters in another type, which do not grow with the batch."""
 
     @property
     def num_bytes(self) -> int:
@@ -108,5 +115,13 @@ class SavedForBackward:
         """Counts a saved tensor. Its address stays unique until the backward pass, which saves nothing."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self.known:
-            self.storages[storage.data_ptr()] = storage.nbytes()
+            kind = self.copies if self.is_copy(tensor) else self.storages
+            kind[storage.data_ptr()] = storage.nbytes()
         return tensor
+
+    def is_copy(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a trained parameter in another type, possibly transposed."""
+        step: Any = tensor.grad_fn
+        while step is not None and step.name() in CASTS:
+            step = step.next_functions[0][0]
+        return hasattr(step, "variable") and step.variable.untyped_storage().data_ptr() in self.known

@@ -1,4 +1,5 @@
 """``parallel.shard: parameters``: each rank has some rows of all parameters (FSDP2); layers are gathered to compute.
+``zero2`` does the same with layers that stay whole until their backward pass.
 
 FSDP2 gathers parameters and sums gradients. Optimizers, averages and checkpoints see plain tensors over the memory of
 this rank's rows, so they need not know about DTensor.
@@ -25,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, ModuleDict, ModuleList, Parameter, ParameterDict, ParameterList, Sequential
 from torch.optim import Optimizer
 
+from hpctrain.backends.torch.device import Compute
 from hpctrain.backends.torch.process_groups import DefaultGroup
 from hpctrain.backends.torch.reduce.reducer import Number, Reducer, fill_slots
 from hpctrain.backends.torch.state.optimizer import OptimizerPart, Slots
@@ -58,7 +60,7 @@ COMPARED_UPDATES = 8
 END = "the end of a forward pass"
 """What follows the last layer."""
 SHARDED = (
-    "With parallel.shard: parameters, the weights of a layer are whole only while it is called: call the model and its "
+    "With parallel.shard: parameters or gradients, layers are whole only in passes: call the model and its "
     "layers, not methods such as model.encode or layer.forward, and use no weight outside its layer; or set "
     "parallel.shard: optimizer"
 )
@@ -83,27 +85,77 @@ class Held:
     """The place of these rows; None for a scalar, which each rank has."""
 
 
+@dataclass(frozen=True)
+class ShardGroups:
+    """The data-parallel ranks, and those of them over which rows are divided."""
+
+    data: Group
+    """All of them."""
+    rows: Group
+    """Those that together have one copy of the model."""
+    copy: int
+    """Index of this rank's copy."""
+    copies: int
+    mesh: DeviceMesh
+    """Over ``rows``; with several copies, over copies and rows."""
+
+    def place(self, slices: Slices) -> Slices:
+        """A place in whole parameters, of the ranks of this rank's copy, as one of all ranks."""
+        copy = slices.copy * self.copies + self.copy
+        return dataclasses.replace(slices, copy=copy, copies=slices.copies * self.copies)
+
+
+def shard_groups(world: World, device: torch.device, by_node: bool) -> ShardGroups:
+    """The groups of the data-parallel ranks, which are the world of ``torch.distributed``. Collective.
+
+    Raises UserError, on all ranks, if nodes are to have copies of the model, and different numbers of ranks.
+    """
+    data = world.data
+    assert dist.group.WORLD is not None, "it is open"
+    nodes = data.allgather(world.node, "find the nodes")
+    members = [[rank for rank, node in enumerate(nodes) if node == one] for one in sorted(set(nodes))]
+    if not by_node or len(members) == 1:
+        return ShardGroups(data, data, 0, 1, DeviceMesh.from_group(dist.group.WORLD, device.type))
+    sizes = sorted({len(ranks) for ranks in members})
+    if sizes[0] == 1 or len(sizes) > 1:
+        raise UserError(
+            f"parallel.shard_within is node, and nodes have {' or '.join(map(str, sizes))} of the ranks that see "
+            "different samples",
+            "start the same number of ranks, more than one, on each node; or leave parallel.shard_within out",
+        )
+    mesh = DeviceMesh(device.type, torch.tensor(members), mesh_dim_names=("copies", "rows"))
+    copy = next(number for number, ranks in enumerate(members) if data.rank in ranks)
+    return ShardGroups(data, data.split("rows", copy), copy, len(members), mesh)
+
+
 class FullySharded(Partition):
     """The partition of a model whose parameters are sharded by rows.
 
     Args:
-        root: the model.
+        modules: the modules that are gathered, the model first.
         before: the partition that tensor parallelism has left of it.
-        data: the ranks over which it is sharded.
+        groups: the ranks over which it is sharded.
         every: its parameters.
         order: compares the order of layers in the first updates.
+        keeps: whether layers stay whole until their backward pass.
     """
 
     def __init__(
-        self, root: FSDPModule, before: Partition, data: Group, every: Sequence[Held], order: LayerOrder
+        self,
+        modules: Sequence[FSDPModule],
+        before: Partition,
+        groups: ShardGroups,
+        every: Sequence[Held],
+        order: LayerOrder,
+        keeps: bool = False,
     ) -> None:
         cut = frozenset(id(one.own) for one in every if one.name in before.slices)
         super().__init__(before.tp_group, before.slices, cut)
-        self.update_among(data)
-        self.sync_group = data
-        self.root = root
+        self.update_among(groups.rows)
+        self.groups, self.sync_group = groups, groups.data
+        self.root, self.modules = modules[0], modules
         self.every = every
-        self.order = order
+        self.order, self.keeps = order, keeps
         self.held = {one.name: one.own for one in every}
         self.places = {one.name: one.rows for one in every if one.rows is not None}
 
@@ -126,7 +178,8 @@ class FullySharded(Partition):
 
 
 def layers_of(model: Module) -> list[Module]:
-    """The layers that are gathered and freed one after the other: the members of the model's lists and sequences.
+    """The layers that are gathered and freed one after the other: the members of the model's lists and sequences, and
+    attributes of one module that are blocks of one class.
 
     Layers without parameters, or that share one with others, are left out: their parameters are gathered with the rest
     of the model.
@@ -141,9 +194,11 @@ def layers_of(model: Module) -> list[Module]:
 
 
 def outermost(module: Module) -> Iterator[Module]:
-    """Outermost non-container modules in containers."""
+    """Outermost non-container modules in containers, or of a class that occurs several times, without such inside."""
+    classes = Counter(type(child) for child in module.children() if any(child.children()))
     for child in module.children():
-        if is_container(module) and not is_container(child):
+        is_block = classes[type(child)] > 1 and not any(outermost(child))
+        if (is_container(module) or is_block) and not is_container(child):
             yield child
         else:
             yield from outermost(child)
@@ -162,46 +217,42 @@ def local_of(tensor: Tensor) -> Tensor:
     return local
 
 
-def shard_model(model: Module, before: Partition, world: World, low_precision: torch.dtype | None) -> FullySharded:
-    """Shards all parameters by rows, which makes them DTensors of the data group. Does not communicate.
+def shard_model(
+    model: Module, before: Partition, groups: ShardGroups, compute: Compute, keeps: bool = False
+) -> FullySharded:
+    """Shards all parameters by rows, which makes them DTensors. Does not communicate.
 
     Args:
-        model: on its device, equal on all ranks; may be split by tensor parallelism.
+        model: on its device, equal on all ranks; may be split by tensor parallelism. Of parameters on the meta device,
+            each rank gets memory for its rows only.
         before: the partition that tensor parallelism has left of it.
-        world: the ranks; those of ``world.data`` are the world of ``torch.distributed``.
-        low_precision: dtype in which layers compute; None for that of their parameters.
-
-    Raises:
-        UserError: this PyTorch is too old.
+        groups: the ranks.
+        compute: this rank's device and precision.
+        keeps: whether layers stay whole from the forward to the backward pass.
     """
-    if not REDUCES_UNUSED:
-        raise UserError(
-            f"parallel.shard: parameters needs PyTorch 2.13 or newer, and this is {torch.__version__}",
-            "pip install 'torch>=2.13'; or set parallel.shard to gradients",
-        )
-    data = world.data
+    low_precision, mesh = compute.low_precision, groups.mesh
     plain = dict(model.named_parameters())
     scalars = {parameter for parameter in plain.values() if not parameter.ndim}
     shapes = {name: tuple(parameter.shape) for name, parameter in plain.items()}
     for parameter in plain.values():
         parameter.data = parameter.data.contiguous()  # as FSDP2 requires
-    assert dist.group.WORLD is not None, "it is open"
-    device = next(iter(plain.values())).device
-    mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
     layers = layers_of(model)
     for layer in (*layers, model):
         apart = with_statistics(layer, layers)
         if low_precision and apart and layer not in apart:
-            fully_shard(apart, mesh=mesh, ignored_params=scalars)
-        root = fully_shard(
+            fully_shard(apart, mesh=mesh, reshard_after_forward=not keeps, ignored_params=scalars)
+        fully_shard(
             layer,
             mesh=mesh,
-            reshard_after_forward=layer is not model,  # the backward pass begins with what is outside layers
+            reshard_after_forward=not keeps and layer is not model,  # which the backward pass begins with
             mp_policy=policy_of(layer, None if layer in apart else low_precision),
             ignored_params=scalars,
         )
-    order = LayerOrder(layers, model, data, waits=device.type == "cpu")
-    for module in sharded_modules(model):
+    if any(parameter.is_meta for parameter in model.parameters()):
+        model._apply(lambda one: torch.zeros_like(one, device=compute.device) if one.is_meta else one)
+    order = LayerOrder(layers, model, groups.data, waits=compute.device.type == "cpu")
+    modules = sharded_modules(model)
+    for module in modules:
         module.set_gradient_divide_factor(1.0)  # losses are scaled to the global batch
         module.set_force_sum_reduction_for_comms(True)
         module.set_reduce_scatter_unused_params(True)  # others may have used them
@@ -209,14 +260,23 @@ def shard_model(model: Module, before: Partition, world: World, low_precision: t
     for name, parameter in model.named_parameters():
         own, rows = parameter, None
         if isinstance(parameter, DTensor):
-            begin, end = part_of_rows(shapes[name][0], data.rank, data.size)
-            rows = before.rows(name, shapes[name], begin, end)
+            begin, end = part_of_rows(shapes[name][0], groups.rows.rank, groups.rows.size)
+            rows = groups.place(before.rows(name, shapes[name], begin, end))
             own = Parameter(local_of(parameter), parameter.requires_grad)
             own.__dict__.update(vars(plain[name]))
             assert len(own) == end - begin, "as FSDP2 distributes rows"
         every.append(Held(name, parameter, own, rows))
-    model.register_forward_hook(functools.partial(free, sharded_modules(model)))
-    return FullySharded(root, before, data, every, order)
+    model.register_forward_hook(functools.partial(free, modules))
+    return FullySharded(modules, before, groups, every, order, keeps)
+
+
+def require_torch() -> None:
+    """Raises UserError if this PyTorch is too old."""
+    if not REDUCES_UNUSED:
+        raise UserError(
+            f"parallel.shard: parameters and gradients need PyTorch 2.13 or newer, and this is {torch.__version__}",
+            "pip install 'torch>=2.13'; or set parallel.shard to optimizer",
+        )
 
 
 def policy_of(layer: Module, low_precision: torch.dtype | None) -> MixedPrecisionPolicy:
@@ -246,6 +306,17 @@ def with_statistics(layer: Module, layers: Sequence[Module]) -> list[Module]:
 def sharded_modules(model: Module) -> list[FSDPModule]:
     """The modules whose parameters are gathered together."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def complete_sums(modules: Sequence[FSDPModule]) -> None:
+    """Before an update's last backward pass, gives zeros to parameters that no earlier one has used: FSDP2 has added up
+    gradients in 32 bits, and takes none of 16 bits with them."""
+    for group in (group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups):
+        sums = [one.unsharded_accumulated_grad for one in group.fsdp_params]
+        known = next((one for one in sums if one is not None), None)
+        for one, added in zip(group.fsdp_params, sums, strict=True):
+            if known is not None and added is None and one.sharded_param.requires_grad:
+                one.unsharded_accumulated_grad = known.new_zeros(one.sharded_param.shape)
 
 
 def free(modules: Sequence[FSDPModule], *ignored: Any) -> None:
@@ -294,7 +365,7 @@ class LayerOrder:
         depth = next(depth for depth, places in enumerate(zip(*passes, strict=False)) if len(set(places)) > 1)
         first, *others = [self.names[reached[depth]] for reached in passes]
         raise UserError(
-            f"the ranks' forward passes differ while parallel.shard is parameters: one has reached {first}, another "
+            f"the ranks' forward passes differ while parallel.shard gathers layers: one has reached {first}, another "
             f"{next(one for one in others if one != first)}",
             "choose layers by values that are equal on all ranks, not by a rank's own samples or random numbers; "
             "or set parallel.shard: optimizer",
@@ -336,8 +407,12 @@ class FullyShardedReducer(Reducer):
         self.memory = [(one, one.module.untyped_storage()) for one in tensor.every]
 
     def begin_pass(self, is_last: bool) -> None:
-        self.tensor.root.set_is_last_backward(is_last)
-        self.tensor.root.set_requires_gradient_sync(is_last)
+        root, keeps = self.tensor.root, self.tensor.keeps
+        if is_last and not keeps:
+            complete_sums(self.tensor.modules)
+        root.set_is_last_backward(is_last or keeps)
+        root.set_requires_gradient_sync(is_last or keeps)
+        root.set_reshard_after_backward(is_last or not keeps)
 
     def begin(self) -> None:
         self._require_memory()
@@ -361,15 +436,15 @@ class FullyShardedReducer(Reducer):
         if self.needs_norm:
             slots[SQUARE] = squares_of([one.grad for _, one in self.summed() if one.grad is not None]).sum()
         sums = slots.cpu().numpy()
-        self.tensor.updaters.add(sums, "add up their losses")
-        self.square = float(sums[SQUARE])
+        self.tensor.groups.data.add(sums, "add up their losses")
+        self.square = float(sums[SQUARE]) / self.tensor.groups.copies
         return read_slots(sums.tolist())
 
     def gradients(self) -> list[Tensor]:
         return [one.own.grad for one in self.every if one.own.grad is not None]
 
     def summed(self) -> list[tuple[str, Tensor]]:
-        """See Reducer; scalars, which all ranks have, count on the first rank only."""
+        """See Reducer; scalars, which all ranks have, count on the first rank of each copy only."""
         every = [one for one in self.every if one.rows is not None or self.tensor.updaters.rank == 0]
         return [(one.name, one.own) for one in every]
 
@@ -384,7 +459,7 @@ class FullyShardedReducer(Reducer):
         have = [one.own.grad for one in self.every if one.rows is None and one.own.grad is not None]
         if have:
             sums = torch.stack([one.double() for one in have]).cpu().numpy()
-            self.tensor.updaters.add(sums, WHAT)
+            self.tensor.groups.data.add(sums, WHAT)
             torch._foreach_copy_(have, list(torch.from_numpy(sums).to(have[0].device)))
 
     def _require_memory(self) -> None:
@@ -392,8 +467,8 @@ class FullyShardedReducer(Reducer):
         for one, before in self.memory:
             if one.module.untyped_storage()._cdata != before._cdata:
                 raise UserError(
-                    f"the task has given {one.name} other memory (.data = ...), which has no effect with "
-                    "parallel.shard: parameters",
+                    f"the task has given {one.name} other memory (.data = ...), which has no effect where "
+                    "parallel.shard gathers layers",
                     "change it in place, under torch.no_grad(), as clamp_ and copy_ do; or set "
                     "parallel.shard: optimizer",
                 )
@@ -435,18 +510,32 @@ def own_rows_of(every: Sequence[Held], plain: Sequence[Tensor]) -> dict[int, Own
 
 def planned(opening: Opening) -> Strategy | None:
     """The strategy, if the run shards parameters. Raises UserError if an optimizer cannot be sharded."""
-    return functools.partial(shard, opening, opening.traits) if opening.divides(Feature.SHARD_PARAMETERS) else None
+    if not opening.divides(Feature.SHARD_PARAMETERS):
+        return None
+    return functools.partial(shard, opening, opening.traits, False)
 
 
-def shard(opening: Opening, traits: ParameterTraits, prepared: Prepared) -> Prepared:
-    """Leaves this rank its rows of each parameter."""
+def shard(opening: Opening, traits: ParameterTraits, keeps: bool, prepared: Prepared) -> Prepared:
+    """Leaves this rank its rows of each parameter. Collective.
+
+    Args:
+        opening: the run.
+        traits: traits of the parameters.
+        keeps: see ``shard_model``.
+        prepared: the part of the model that this rank has.
+
+    Raises:
+        UserError: this PyTorch is too old, or optimizers or nodes cannot be divided.
+    """
+    require_torch()
     model, world = opening.model, opening.world
     names = opening.names()
     found = uncuttable(opening.shares(), opening.parts, traits)
     refuse({**opening.features, **used({Feature.WHOLE_TENSORS: found})})
     whole = list(model.parameters())
-    group = DefaultGroup(world.data, whole[0].device)
-    partition = shard_model(model, prepared.partition, world, opening.compute.low_precision)
+    group = DefaultGroup(world.data, opening.compute.device)
+    groups = shard_groups(world, opening.compute.device, opening.config.parallel.shard_within == "node")
+    partition = shard_model(model, prepared.partition, groups, opening.compute, keeps)
     every = partition.every
     mine = own_rows_of(every, whole)
     for optimizer in opening.optimizers:
@@ -475,6 +564,11 @@ def uncuttable(shares: Mapping[str, Share], parts: Sequence[OptimizerPart], trai
 
 def estimate(model: Estimated) -> MemoryEstimate:
     """See estimated.Estimate."""
+    return estimate_rows(model, keeps=False)
+
+
+def estimate_rows(model: Estimated, keeps: bool) -> MemoryEstimate:
+    """The estimate for a model whose parameters are sharded; ``keeps`` as for ``shard_model``."""
     parts = model.framework.source.optimizer_state.every
     whole_tensors = uncuttable(model.shares, parts, model.traits)
     model.refuse({Feature.WHOLE_TENSORS: whole_tensors})
@@ -484,18 +578,21 @@ def estimate(model: Estimated) -> MemoryEstimate:
         part_of_rows(len(one), 0, model.data)[1] / len(one) * one.nbytes if one.ndim else one.nbytes for one in every
     )
     layers = sorted(sum(one.nbytes for one in layer.parameters()) for layer in layers_of(model.framework.model))
-    return in_rows(model.whole, held / max(total, 1), total - sum(layers[:-2]), model.micro_batches > 1)
+    at_a_time = total - sum(layers[:-2])
+    narrow = 1 if model.framework.parts.compute.low_precision is None else 2
+    unsummed = model.whole.gradients if model.micro_batches > 1 and not keeps else at_a_time // narrow
+    return in_rows(model.whole, held / max(total, 1), (total if keeps else at_a_time) // narrow, unsummed)
 
 
-def in_rows(whole: MemoryEstimate, share: float, gathered: int, accumulates: bool) -> MemoryEstimate:
+def in_rows(whole: MemoryEstimate, share: float, gathered: int, unsummed: int) -> MemoryEstimate:
     """The estimate for a model whose parameters are sharded.
 
     Args:
         whole: estimate without sharding.
         share: largest fraction of the state that a rank has.
         gathered: bytes of parameters that are gathered at a time: those outside layers, of one layer, and of the next.
-        accumulates: whether gradients stay whole until an update's last micro-batch.
+        unsummed: bytes of whole gradients: of as many layers, or of all until an update's last micro-batch.
     """
     rows = whole.scaled(parameters=share, gradients=share, optimizer=share, averages=share)
-    more = whole.gradients if accumulates else gathered
-    return dataclasses.replace(rows, parameters=rows.parameters + gathered, gradients=rows.gradients + more)
+    parameters, gradients = rows.parameters + gathered, rows.gradients + unsummed
+    return dataclasses.replace(rows, parameters=parameters, gradients=gradients, copies=0)

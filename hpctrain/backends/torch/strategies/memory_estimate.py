@@ -49,6 +49,8 @@ class MemoryEstimate:
     """Estimate for the largest stage, by number of stages."""
     shards: Mapping[str, MemoryEstimate] = field(default_factory=dict)
     """Estimate for the rank with the most, by possible value of ``parallel.shard``."""
+    copies: int = 0
+    """Copies of weights in 16 bits that autocast makes and backward passes need; of all layers."""
 
     def scaled(self, **shares: float) -> MemoryEstimate:
         """A copy with the named parts multiplied by these factors, rounded up."""
@@ -157,7 +159,7 @@ def footprints(
         Footprint(
             ParallelLayout(tensor, ranks // (tensor * pipeline), shard, pipeline),
             program,
-            model.parameters,
+            model.parameters + model.copies,
             model.gradients,
             model.optimizer,
             model.averages,

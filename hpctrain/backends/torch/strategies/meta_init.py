@@ -10,9 +10,9 @@ from torch.nn import Module, Parameter
 from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy
 
 
-def planned(opening: Opening) -> Strategy:
-    """The strategy that allocates parameters on the meta device; used by every run."""
-    return functools.partial(materialize, opening)
+def planned(opening: Opening) -> Strategy | None:
+    """The strategy that allocates parameters on the meta device, unless they are sharded by rows first."""
+    return None if opening.gathers else functools.partial(materialize, opening)
 
 
 def materialize(opening: Opening, prepared: Prepared) -> Prepared:

@@ -10,7 +10,6 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from hpctrain.reduce.flat_layout import Layout
@@ -56,39 +55,6 @@ class Shares:
     """In buffer order; together they cover all rows of all parameters."""
 
 
-@dataclass(frozen=True)
-class RowSpan:
-    """The part of a parameter within a window of the flat buffer."""
-
-    index: int
-    """Index of the parameter."""
-    part: slice
-    """Range of the parameter's elements, in memory order."""
-    place: slice
-    """Range in the window."""
-    is_end: bool
-    """Whether the parameter ends in this window."""
-
-
-@dataclass(frozen=True)
-class RowWindow:
-    """A contiguous part of the flat buffer."""
-
-    begin: int
-    end: int
-    spans: tuple[RowSpan, ...]
-
-    @cached_property
-    def indices(self) -> frozenset[int]:
-        """Indices of the parameters that have a part in it."""
-        return frozenset(one.index for one in self.spans)
-
-    def parts(self, ranges: Sequence[slice]) -> list[slice]:
-        """The part of the window in each range of the buffer, relative to the window's start."""
-        ends = ((min(max(end, self.begin), self.end) - self.begin for end in (one.start, one.stop)) for one in ranges)
-        return [slice(*each) for each in ends]
-
-
 def share_out(layout: Layout, parameters: Sequence[ShardedParameter], ranks: int) -> Shares:
     """Divides the update into nearly equal numbers of bytes, cutting at the row or tensor nearest to the ideal place.
 
@@ -114,22 +80,6 @@ def share_out(layout: Layout, parameters: Sequence[ShardedParameter], ranks: int
                 pieces.append(RowRange(index, owner, begin, end, rows))
     positions = [_position(layout, order, parameters, cut) for cut in cuts]
     return Shares(tuple(itertools.starmap(slice, itertools.pairwise(positions))), tuple(pieces))
-
-
-def windows_of(layout: Layout, begin: int, end: int, size: int) -> list[RowWindow]:
-    """Divides a range of the flat buffer into windows of this size; the last may be smaller."""
-    found = []
-    order = sorted(range(len(layout.offsets)), key=lambda index: layout.offsets[index])
-    for low in range(begin, end, size):
-        high, spans = min(low + size, end), []
-        for index in order:
-            offset, length = layout.offsets[index], layout.sizes[index]
-            first, last = max(low, offset), min(high, offset + length)
-            if first < last:
-                part = slice(first - offset, last - offset)
-                spans.append(RowSpan(index, part, slice(first - low, last - low), part.stop == length))
-        found.append(RowWindow(low, high, tuple(spans)))
-    return found
 
 
 def part_of_rows(rows: int, rank: int, size: int) -> tuple[int, int]:

@@ -1,20 +1,19 @@
 """Sends gradients to the rank that updates, and parameters back to all: reduce-scatter and allgather of a flat host
-buffer, either whole (``ShmSharded``, ``MpiSharded``) or through small windows (``ShmWindows``, ``MpiWindows``)."""
+buffer, through shared memory (``ShmSharded``) or by MPI (``MpiSharded``)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from hpctrain.comm.group import Group
 from hpctrain.reduce.flat_layout import SQUARE
 from hpctrain.reduce.mpi_allreduce import LARGEST_MESSAGE, duplicate
 from hpctrain.reduce.shm_allreduce import ADD, ARRIVE, SharedArrays, add_pairwise, chunks, share_on_node
-from hpctrain.train.clock import Waiting
 
 SLICES, UPDATE = "add up slices of gradients", "update their parameters"
 """Each completes "waited for the other ranks to ..." in errors."""
@@ -149,96 +148,3 @@ def open_sharded_exchange(
     if shared:
         return ShmSharded(shared, length, gradients, ranges)
     return MpiSharded(group, length, gradients, dtype, ranges)
-
-
-class ShmWindows:
-    """Windows of all ranks of one node, in shared memory. Every rank makes the same calls in the same order.
-
-    Each rank has two, used in turn: a rank that fills one has passed a barrier since the others read it.
-    """
-
-    def __init__(self, shared: SharedArrays, size: int, waiting: Waiting) -> None:
-        self.shared, self.node, self.waiting = shared, shared.node, waiting
-        self.turns = [[array[:size] for array in shared.arrays], [array[size:] for array in shared.arrays]]
-
-    @property
-    def own(self) -> NDArray[Any]:
-        """This rank's window, to be filled before each call."""
-        return self.turns[0][self.node.rank]
-
-    def _met(self, what: str) -> list[NDArray[Any]]:
-        with self.waiting:
-            self.node.meet(what)
-        self.turns.reverse()
-        return self.turns[1]
-
-    def add(self, parts: Sequence[slice], total: NDArray[Any], adds: bool) -> None:
-        """Sums the windows of all ranks, each rank its own part. Collective.
-
-        Args:
-            parts: part of each rank, consecutive from the window's first element.
-            total: receives the sum of this rank's part.
-            adds: whether to add the sum to what is there.
-        """
-        windows, first = self._met(SLICES), parts[self.node.rank].start
-        for begin, end in chunks(first, parts[self.node.rank].stop):
-            terms, out = [window[begin:end] for window in windows], total[begin - first : end - first]
-            add_pairwise(terms, terms[0] if adds else out)
-            if adds:
-                np.add(out, terms[0], out=out)
-
-    def others(self, lengths: Sequence[int]) -> Iterator[tuple[int, NDArray[Any]]]:
-        """Yields (rank, window) of all other ranks; read each before asking for the next one. Collective.
-
-        Args:
-            lengths: number of elements that each rank has filled.
-        """
-        windows = self._met(UPDATE)
-        yield from ((rank, window) for rank, window in enumerate(windows) if rank != self.node.rank)
-
-    def close(self) -> None:
-        """Releases communicators."""
-        self.shared.free()
-
-
-class MpiWindows:
-    """The same exchange between any ranks, by MPI."""
-
-    def __init__(self, group: Group, size: int, dtype: DTypeLike, waiting: Waiting) -> None:
-        self.comm, self.waiting = duplicate(group), waiting
-        self.own, self.received = np.zeros(size, dtype), np.zeros(size, dtype)
-
-    def add(self, parts: Sequence[slice], total: NDArray[Any], adds: bool) -> None:
-        counts = [part.stop - part.start for part in parts]
-        found = self.received[: counts[self.comm.rank]] if adds else total
-        with self.waiting:
-            self.comm.Reduce_scatter(self.own[: sum(counts)], found, counts)
-        if adds:
-            np.add(total, found, out=total)
-
-    def others(self, lengths: Sequence[int]) -> Iterator[tuple[int, NDArray[Any]]]:
-        for rank, length in enumerate(lengths):
-            window = self.own if rank == self.comm.rank else self.received
-            with self.waiting:
-                self.comm.Bcast(window[:length], root=rank)
-            if rank != self.comm.rank:
-                yield rank, window
-
-    def close(self) -> None:
-        self.comm.Free()
-
-
-Windows: TypeAlias = ShmWindows | MpiWindows
-
-
-def open_windows(group: Group, size: int, dtype: DTypeLike, waiting: Waiting) -> Windows:
-    """Opens windows: in shared memory if all ranks are on one node, else sent by MPI. Collective.
-
-    Args:
-        group: the ranks.
-        size: elements of a window.
-        dtype: dtype of the elements.
-        waiting: records waits for other ranks.
-    """
-    shared = share_on_node(group, 2 * size, dtype)
-    return ShmWindows(shared, size, waiting) if shared else MpiWindows(group, size, dtype, waiting)

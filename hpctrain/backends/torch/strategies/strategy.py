@@ -75,6 +75,11 @@ class Opening:
         """Whether the run uses this feature on several data-parallel ranks."""
         return what in self.features and self.world.data.size > 1
 
+    @property
+    def gathers(self) -> bool:
+        """Whether ranks have rows of parameters, and gather layers to compute."""
+        return self.divides(Feature.SHARD_PARAMETERS) or self.divides(Feature.SHARD_GRADIENTS)
+
     @cached_property
     def traits(self) -> ParameterTraits:
         """What optimizers allow. Raises UserError if one may update a parameter from others."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -21,7 +21,6 @@ from hpctrain.backends.torch.reduce.gradients import FlatGradients, as_real, vie
 from hpctrain.backends.torch.reduce.reducer import ByFlatGradients, Number, Reducer, bucket_sizes, common_kind
 from hpctrain.backends.torch.reduce.sharded import GroupSharded, HostSharded, StagedSharded, TensorSharded
 from hpctrain.backends.torch.state.optimizer import Slots
-from hpctrain.backends.torch.steps.updates import ReducerSource
 from hpctrain.backends.torch.strategies.estimated import Estimated
 from hpctrain.backends.torch.strategies.memory_estimate import MemoryEstimate
 from hpctrain.backends.torch.strategies.parameter_traits import (
@@ -93,16 +92,22 @@ def has_rows(parameter: Tensor) -> bool:
     return parameter.ndim > 0 and torch.empty_like(parameter, device="meta").stride(0) == inner > 0
 
 
-class OwnGradients(Reducer):
-    """Base of reducers for sharded parameters: ``grad`` of this rank's parts is the sum; whole parameters have None.
+class ShardedReducer(ByFlatGradients, Reducer):
+    """A reducer that sums gradients where they are needed, and sends updated rows; see reduce.reducer.Reducer.
 
-    Args:
-        sharded: the parameters.
-        own: the sums of this rank's range of the flat buffer.
-        optimizers: all optimizers of the task.
+    ``grad`` of this rank's parts is the sum; whole parameters have None.
     """
 
-    def __init__(self, sharded: Sharded, own: Tensor, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self,
+        name: str,
+        gradients: FlatGradients,
+        exchange: TensorSharded,
+        sharded: Sharded,
+        needs_norm: bool,
+        optimizers: Sequence[Optimizer] = (),
+    ) -> None:
+        own = exchange.flat[sharded.shares.ranges[sharded.rank]]
         self.sharded, self.own, self.optimizers = sharded, own, optimizers
         self.names = {id(parameter): name for name, parameter in sharded.pairs}
         self.parameters = [parameter for _, parameter in sharded.pairs]
@@ -115,56 +120,6 @@ class OwnGradients(Reducer):
         ]
         self.square = 0.0
         self.places = self._places()
-
-    def gradients(self) -> list[Tensor]:
-        """Gradients of this rank's parts."""
-        if any(part.dtype != self.own.dtype for part in self.mine):  # then ``grad`` is not a view of the buffer
-            return [part.grad for part in self.mine if part.grad is not None]
-        return [self.own]
-
-    def norm(self) -> float:
-        return math.sqrt(self.square)
-
-    def summed(self) -> Sequence[tuple[str, Tensor]]:
-        return [(self.sharded.pairs[part.piece.parameter][0], part.parameter) for part in self.sharded.parts]
-
-    def _give(self) -> None:
-        """Sets ``grad`` of this rank's parts to the sums, or to None for frozen parameters."""
-        for part, mine, summed in zip(self.sharded.parts, self.mine, self.sums_of_mine, strict=True):
-            grad = summed if mine.dtype == summed.dtype else summed.to(mine.dtype)
-            mine.grad = grad if self.parameters[part.piece.parameter].requires_grad else None
-
-    def _require_parts(self) -> None:
-        """Raises UserError if an optimizer was given a whole parameter, which has no gradient here."""
-        refuse_late(self.optimizers, lambda one: id(one) in self.names, self.names)
-
-    def _follow(self) -> bool:
-        """Follows parameters that the task has moved (``parameter.data = ...``); returns whether there were any."""
-        if (places := self._places()) == self.places:
-            return False
-        self.places = places
-        for part in self.sharded.parts:
-            part.parameter.data = part.piece.of(self.parameters[part.piece.parameter].data)
-        return True
-
-    def _places(self) -> list[int]:
-        """Memory addresses of the parameters."""
-        return [parameter.data_ptr() for parameter in self.parameters]
-
-
-class ShardedReducer(ByFlatGradients, OwnGradients):
-    """A reducer that sums gradients where they are needed, and sends updated rows; see reduce.reducer.Reducer."""
-
-    def __init__(
-        self,
-        name: str,
-        gradients: FlatGradients,
-        exchange: TensorSharded,
-        sharded: Sharded,
-        needs_norm: bool,
-        optimizers: Sequence[Optimizer] = (),
-    ) -> None:
-        super().__init__(sharded, exchange.flat[sharded.shares.ranges[sharded.rank]], optimizers)
         self.name = name
         self.flat_gradients = gradients
         self.sums = exchange
@@ -207,6 +162,41 @@ class ShardedReducer(ByFlatGradients, OwnGradients):
     def close(self) -> None:
         self.flat_gradients.detach()
         self.sums.close()
+
+    def gradients(self) -> list[Tensor]:
+        """Gradients of this rank's parts."""
+        if any(part.dtype != self.own.dtype for part in self.mine):  # then ``grad`` is not a view of the buffer
+            return [part.grad for part in self.mine if part.grad is not None]
+        return [self.own]
+
+    def norm(self) -> float:
+        return math.sqrt(self.square)
+
+    def summed(self) -> Sequence[tuple[str, Tensor]]:
+        return [(self.sharded.pairs[part.piece.parameter][0], part.parameter) for part in self.sharded.parts]
+
+    def _give(self) -> None:
+        """Sets ``grad`` of this rank's parts to the sums, or to None for frozen parameters."""
+        for part, mine, summed in zip(self.sharded.parts, self.mine, self.sums_of_mine, strict=True):
+            grad = summed if mine.dtype == summed.dtype else summed.to(mine.dtype)
+            mine.grad = grad if self.parameters[part.piece.parameter].requires_grad else None
+
+    def _require_parts(self) -> None:
+        """Raises UserError if an optimizer was given a whole parameter, which has no gradient here."""
+        refuse_late(self.optimizers, lambda one: id(one) in self.names, self.names)
+
+    def _follow(self) -> bool:
+        """Follows parameters that the task has moved (``parameter.data = ...``); returns whether there were any."""
+        if (places := self._places()) == self.places:
+            return False
+        self.places = places
+        for part in self.sharded.parts:
+            part.parameter.data = part.piece.of(self.parameters[part.piece.parameter].data)
+        return True
+
+    def _places(self) -> list[int]:
+        """Memory addresses of the parameters."""
+        return [parameter.data_ptr() for parameter in self.parameters]
 
     def _theirs(self) -> list[Tensor]:
         return [piece.of(self.parameters[piece.parameter].data) for piece in self.foreign]
@@ -265,24 +255,8 @@ def planned(opening: Opening) -> Strategy | None:
 
 
 def shard_rows(opening: Opening, traits: ParameterTraits, prepared: Prepared) -> Prepared:
-    """Gives each optimizer the rows that this rank updates."""
-    norm = needs_norm(opening, prepared.partition)
-    return shard_optimizers(
-        opening, traits, prepared, lambda own: ShardedReducers(own, opening.config.reduce, norm, opening.optimizers)
-    )
-
-
-def shard_optimizers(
-    opening: Opening, traits: ParameterTraits, prepared: Prepared, source: Callable[[Sharded], ReducerSource]
-) -> Prepared:
-    """Shards the parameters of all optimizers, which then hold only this rank's parts. Collective.
-
-    Args:
-        opening: the run; ranks that have the same part of the model shard its parameters.
-        traits: traits of the parameters.
-        prepared: the part of the model that this rank has.
-        source: makes the reducer source of one optimizer's sharded parameters.
-    """
+    """Gives each optimizer the rows that this rank updates, of the ranks that have the same part of the model.
+    Collective."""
     partition, names, shares = prepared.partition, opening.names(), opening.shares()
     world = opening.world
     partition.update_among(world.data)
@@ -301,22 +275,18 @@ def shard_optimizers(
     for optimizer in opening.optimizers:
         for settings in optimizer.param_groups:
             replace_parameters(optimizer, settings, mine)
-    reducers = {name: source(sharded) for name, sharded in of.items()}
+    config, norm = opening.config.reduce, needs_norm(opening, partition)
+    reducers = {name: ShardedReducers(own, config, norm, opening.optimizers) for name, own in of.items()}
     updates = Updates(shares, {**names, **own_names}, Slots(slices), reducers)
     return replace(prepared, updates=updates)
 
 
 def estimate(model: Estimated) -> MemoryEstimate:
-    """See estimated.Estimate."""
-    return model.whole.scaled(optimizer=largest_share(model))
-
-
-def largest_share(model: Estimated) -> float:
-    """The largest fraction of updated bytes that a rank updates."""
+    """See estimated.Estimate. The largest rank updates the largest fraction of bytes."""
     held, traits = [0.0] * model.data, model.traits
     for share in model.shares.values():
         for piece in shared_out(share.pairs, traits, model.data)[1].pieces:
             parameter = share.pairs[piece.parameter][1]
             if id(parameter) in traits.updated:
                 held[piece.owner] += (piece.end - piece.begin) / piece.rows * parameter.nbytes
-    return max(held) / max(sum(held), 1)
+    return model.whole.scaled(optimizer=max(held) / max(sum(held), 1))

@@ -170,7 +170,7 @@ def try_sharded(loss: Tensor) -> None:
         loss.backward()
     except RuntimeError as error:
         raise UserError(
-            f"the task's loss has no gradient while parallel.shard is parameters: {str(error).splitlines()[0]}",
+            f"the task's loss has no gradient while parallel.shard gathers layers: {str(error).splitlines()[0]}",
             "compute the loss from what the model returns, and not from gradients or parameters of it, which have "
             "memory only while their layers compute; or set parallel.shard: optimizer",
         ) from error

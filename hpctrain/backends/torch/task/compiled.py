@@ -35,6 +35,8 @@ def planned(opening: Opening) -> Strategy | None:
 def compile_task(opening: Opening, prepared: Prepared) -> Prepared:
     """Compiles the repeated layers in place, or leaves the models to be compiled whole; and the loss."""
     mode = MODES[opening.config.train.compile_mode]
+    if mode == "reduce-overhead" and opening.gathers:
+        mode = None  # CUDA graphs read parameters at fixed addresses, and gathered ones have none
     layers = [] if Feature.COMPILED_MODEL in opening.features else own_layers(opening)
     compile_layers(layers, mode)
     whole = functools.partial(torch.compile, mode=mode)
@@ -43,7 +45,7 @@ def compile_task(opening: Opening, prepared: Prepared) -> Prepared:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(keep_gradient)
     eager = functools.partial(torch.compiler.set_stance, "force_eager")
-    compiles = identity if layers else whole
+    compiles = identity if layers or opening.gathers else whole  # a gather would break the graph of a whole model
     return dataclasses.replace(prepared, compile_model=compiles, compile_loss=whole, uncompiled=eager)
 
 
@@ -51,11 +53,13 @@ def own_layers(opening: Opening) -> list[Module]:
     """Layers to compile one by one; empty if models are to be compiled whole.
 
     Models are compiled whole on one rank, which exchanges nothing, and for CUDA graphs, which pay for models so small
-    that launching kernels takes longer than computing. Layers that recompute are always compiled one by one.
+    that launching kernels takes longer than computing. Layers that recompute or are gathered are always compiled one by
+    one.
     """
     train, model = opening.config.train, opening.model
     recomputing = [layer for _, layer in named_layers(model, train.recompute)]
-    if not recomputing and (opening.world.data.size == 1 or train.compile_mode == "reduce-overhead"):
+    as_whole = opening.world.data.size == 1 or train.compile_mode == "reduce-overhead"
+    if as_whole and not recomputing and not opening.gathers:
         return []
     return list(apart(recomputing, repeated(layers_of(model))))
 

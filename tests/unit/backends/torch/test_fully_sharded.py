@@ -11,9 +11,7 @@ from torch import nn
 from hpctrain.backends.torch.process_groups import word_of
 from hpctrain.backends.torch.strategies import fully_sharded
 from hpctrain.backends.torch.strategies.fully_sharded import layers_of
-from hpctrain.backends.torch.strategies.partition import uncut
 from hpctrain.backends.torch.strategies.row_shares import part_of_rows
-from hpctrain.comm.world import alone
 from hpctrain.errors import UserError
 from tests.tasks.tensor_tasks import Gpt
 
@@ -47,6 +45,21 @@ def test_layers_are_what_lists_and_sequences_are_made_of() -> None:
     assert names_of(nn.Linear(2, 2)) == []
 
 
+class Unlisted(nn.Module):
+    """A block that holds no list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(2, 2), nn.Linear(2, 2)
+
+
+def test_blocks_beside_each_other_are_layers_too() -> None:
+    assert names_of(Model(first=Unlisted(), second=Unlisted(), head=nn.Linear(2, 2))) == ["first", "second"]
+    assert names_of(Model(encoder=Block(), decoder=Block())) == [
+        f"{stack}.parts.{number}" for stack in ("encoder", "decoder") for number in (0, 1)
+    ], "a stack is not a layer"
+
+
 def test_a_block_is_gathered_as_a_whole() -> None:
     model = Model(stages=nn.ModuleList([nn.ModuleList([Block(), Block()])]), heads=nn.ModuleDict({"a": Block()}))
     assert names_of(model) == ["stages.0.0", "stages.0.1", "heads.a"]
@@ -64,7 +77,7 @@ def test_what_cannot_be_called_is_no_layer() -> None:
 def test_a_pytorch_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fully_sharded, "REDUCES_UNUSED", False)
     with pytest.raises(UserError, match=r"PyTorch 2\.13 or newer, and this is \d"):
-        fully_sharded.shard_model(nn.Linear(2, 2), uncut(), alone(), None)
+        fully_sharded.require_torch()
 
 
 def test_layers_that_share_a_parameter_are_left_to_the_model() -> None:

@@ -53,11 +53,29 @@ def test_sharded_parameters_leave_a_rank_its_rows_and_a_layer() -> None:
     from hpctrain.backends.torch.strategies.fully_sharded import in_rows
 
     model = dataclasses.replace(WHOLE, averages=100)
-    for accumulates, gradients in ((False, 25 + 30), (True, 25 + 100)):
-        rows = in_rows(model, 0.25, 30, accumulates)
-        assert (rows.parameters, rows.gradients, rows.optimizer, rows.averages) == (25 + 30, gradients, 50, 25)
+    for gathered, unsummed in ((30, 30), (30, 100), (100, 30)):
+        rows = in_rows(model, 0.25, gathered, unsummed)
+        found = (rows.parameters, rows.gradients, rows.optimizer, rows.averages)
+        assert found == (25 + gathered, 25 + unsummed, 50, 25)
         assert (rows.activations, rows.checkpoint) == (model.activations, model.checkpoint)
     assert ParallelLayout(2, 4, "parameters").keys == "parallel: {tensor: 2, shard: parameters}"
+
+
+@pytest.mark.slow
+def test_copies_of_weights_that_autocast_keeps_are_no_activations() -> None:
+    import torch
+    from torch import nn
+
+    from hpctrain.backends.torch.strategies.estimated import SavedForBackward
+
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    kept = SavedForBackward(model.parameters())
+    with kept.weighing(), torch.autocast("cpu", torch.bfloat16):
+        model(torch.randn(2, 64, requires_grad=True)).sum()
+    assert sum(kept.copies.values()) == 2 * 2 * 64 * 64, "two bytes of each element of both matrices"
+    assert 0 < kept.num_bytes < 2 * 64 * 64
+    (whole,) = footprints({1: dataclasses.replace(WHOLE, copies=50)}, 1, {1: 2}, 1000)
+    assert whole.parameters == WHOLE.parameters + 50
 
 
 def test_a_shard_leaves_what_was_estimated() -> None:
@@ -121,9 +139,8 @@ def test_a_model_is_weighed_as_it_would_be_cut(tmp_path: Path, capsys: pytest.Ca
         assert 0 < slots < 200, "AdamW has two values for each element, and a count of steps for each tensor"
         assert one["gradients"] == one["parameters"]
     row = 3 * 16 * 8 * 2
-    assert plans[1, "gradients"]["optimizer"] == plans[1, "optimizer"]["optimizer"]
-    assert abs(plans[1, "gradients"]["gradients"] - whole["gradients"] / 8) < row
-    assert plans[1, "gradients"]["parameters"] == whole["parameters"]
+    for held in ("optimizer", "parameters", "gradients"):
+        assert plans[1, "gradients"][held] == plans[1, "parameters"][held], "two blocks, which are gathered at a time"
     assert abs(plans[1, "optimizer"]["optimizer"] - whole["optimizer"] / 8) < row, "to half a row at either end"
     assert abs(plans[2, "optimizer"]["optimizer"] - half["optimizer"] / 4) < row
     block = 8 * (12 * 16 * 16 + 13 * 16)
@@ -264,7 +281,7 @@ def test_tables_that_cannot_be_shared_out_are_told(tmp_path: Path, capsys: pytes
     """And of a task that marks none only if it is to share some out."""
     adafactor = planned(tmp_path, capsys, "recommender", "--task_args.optimizer", "adafactor")
     assert "Adafactor does not update each element of" in adafactor["not_possible"]["tables"]
-    assert {one["plan"]["shard"] for one in adafactor["plans"]} == {"none", "optimizer", "gradients"}
+    assert {one["plan"]["shard"] for one in adafactor["plans"]} == {"none", "optimizer"}
     assert "tables" not in planned(tmp_path, capsys, "unmarked")["not_possible"]
     asked = planned(tmp_path, capsys, "unmarked", "--parallel.shard", "tables", code=64)
     assert "marks no table by hpctrain.vocabulary" in asked["not_possible"]["tables"]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.backends.torch.strategies.row_shares import ShardedParameter, share_out, windows_of
+from hpctrain.backends.torch.strategies.row_shares import ShardedParameter, share_out
 from hpctrain.reduce.flat_layout import Layout, plan
 
 shapes = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 50)), min_size=1, max_size=12)
@@ -82,31 +81,3 @@ def test_a_rank_does_not_look_at_all_parameters() -> None:
     weighed = Looked([ShardedParameter(8, 64)] * 500)
     share_out(plan([16] * 500, None, 0), weighed, 1000)
     assert weighed.looks < 10 * (500 + 1000)
-
-
-@given(
-    sizes=st.lists(st.integers(0, 90), min_size=1, max_size=6),
-    size=st.integers(1, 70),
-    cuts=st.lists(st.integers(0, 600), max_size=3),
-)
-def test_windows_have_every_element_once_and_say_whose_it_is(sizes: list[int], size: int, cuts: list[int]) -> None:
-    layout = plan(sizes, None, 4)
-    windows = windows_of(layout, 0, layout.gradients, size)
-    assert [0, *(one.end for one in windows)] == [*(one.begin for one in windows), layout.gradients]
-    buffer = np.full(layout.gradients, -1)
-    for index, (offset, length) in enumerate(zip(layout.offsets, layout.sizes, strict=True)):
-        buffer[offset : offset + length] = index
-    ended: list[int] = []
-    for one in windows:
-        here = np.full(one.end - one.begin, -1)
-        for span in one.spans:
-            here[span.place] = span.index
-            assert span.part.stop - span.part.start == span.place.stop - span.place.start
-            assert span.is_end == (span.part.stop == sizes[span.index])
-        assert np.array_equal(here, buffer[one.begin : one.end])
-        ended += [span.index for span in one.spans if span.is_end]
-    assert sorted(ended) == [index for index, length in enumerate(sizes) if length]
-    ends = [0, *sorted(min(cut, layout.gradients) for cut in cuts), layout.gradients]
-    ranges = list(itertools.starmap(slice, itertools.pairwise(ends)))
-    lengths = np.sum([[part.stop - part.start for part in one.parts(ranges)] for one in windows], 0)
-    assert not windows or lengths.tolist() == [one.stop - one.start for one in ranges]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import nn, optim
 from torch.nn import Parameter
 
@@ -15,12 +13,9 @@ from hpctrain.backends.torch.strategies.listed import STRATEGIES
 from hpctrain.backends.torch.strategies.parameter_traits import OwnRows, ParameterTraits, replace_parameters, traits_of
 from hpctrain.backends.torch.strategies.partition import Slices, uncut
 from hpctrain.backends.torch.strategies.zero1 import Sharded, has_rows, shard, shared_out
-from hpctrain.backends.torch.strategies.zero2 import SlicedReducer, SlicedReducers
 from hpctrain.backends.torch.task.shares import ONLY, Share
 from hpctrain.comm.group import Group
 from hpctrain.config.features import values_of
-from hpctrain.config.sections import ReduceConfig
-from hpctrain.train.clock import NO_CLOCK, Neighbours, Waiting
 from hpctrain.train.state import Cut, Placement
 from hpctrain.train.stateful import value_of
 
@@ -128,48 +123,6 @@ def test_a_parameter_without_elements_is_refused_by_name_where_pytorch_shards() 
     pairs = [("weight", Parameter(torch.zeros(4, 2))), ("empty", Parameter(torch.zeros(4, 0)))]
     parts = [OptimizerPart("", optim.AdamW([parameter for _, parameter in pairs]))]
     assert uncuttable({ONLY: Share(pairs)}, parts, traits_of(parts)) == "empty has no elements"
-
-
-class Window:
-    """A window of one rank, which counts what it sends."""
-
-    def __init__(self, size: int) -> None:
-        self.own, self.sent = np.zeros(size, np.float32), 0
-
-    def add(self, parts: list[slice], total: NDArray[np.float32], adds: bool) -> None:
-        values = self.own[: parts[0].stop]
-        total[:] = total + values if adds else values
-        self.sent += len(values)
-
-    def others(self, lengths: list[int]) -> list[tuple[int, NDArray[np.float32]]]:
-        return []
-
-    def close(self) -> None:
-        """Nothing."""
-
-
-@pytest.mark.parametrize("eager", [True, False])
-def test_sliced_gradients_cross_the_wire_once_a_pass(eager: bool) -> None:
-    model, group, passes = nn.Sequential(nn.Linear(9, 30), nn.Linear(30, 3)), Group("data"), 3
-    pairs = list(model.named_parameters())
-    sharded = shard(pairs, ParameterTraits(updated=frozenset(id(parameter) for _, parameter in pairs)), group)
-    waiting = Waiting(NO_CLOCK, Neighbours.GRADIENTS)
-    source, window = SlicedReducers(sharded, ReduceConfig(), False, [], waiting, eager), Window(64)
-    reducer = SlicedReducer("sliced", source, window, group)  # type: ignore[arg-type]
-    given = [torch.randn(5, 9) for _ in range(passes)]
-    wanted = torch.autograd.grad(sum(model(one).square().mean() for one in given), list(model.parameters()))  # type: ignore[arg-type]
-    for _ in range(2):
-        window.sent = 0
-        reducer.begin()
-        for number, inputs in enumerate(given, start=1):
-            reducer.begin_pass(is_last=False)  # before forward, then before backward
-            loss = model(inputs).square().mean()
-            reducer.begin_pass(is_last=number == passes)
-            loss.backward()
-        reducer.exchange()
-        assert window.sent == passes * sharded.layout.gradients
-        for found, right in zip((part.grad for part in reducer.mine), wanted[::-1], strict=True):
-            torch.testing.assert_close(found, right)
 
 
 def test_each_value_of_shard_is_a_strategy_that_plan_can_estimate() -> None:
