@@ -388,7 +388,7 @@ def compiled(world: World) -> dict[str, Any]:
         "overlap": {"way": "mpi-overlap"},
         "device": {"way": GLOO},
         "recompute": {"way": "mpi-overlap", "recompute": ("0", "1"), "ema_decay": 0.9, "clip_norm": 0.05},
-        **{shard: {"parallel": ParallelConfig(shard=shard)} for shard in ("optimizer", "gradients", "parameters")},
+        **{shard: {"parallel": ParallelConfig(shard=shard)} for shard in ("optimizer", "parameters")},
     }
     for name, settings in plans.items():
         for compiles in (False, True):
