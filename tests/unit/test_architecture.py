@@ -57,16 +57,16 @@ permission."""
 TOKENS: dict[str, int] = {
     "errors": 779,
     "system": 12446,
-    "config": 12203,
+    "config": 12237,
     "comm": 5172,
     "run": 26031,
     "data": 49275,
-    "reduce": 14909,
-    "train": 14253,
+    "reduce": 14907,
+    "train": 14250,
     "tasks": 6959,
-    "backends": 116442,
-    "checkpoint": 49371,
-    "monitor": 31898,
+    "backends": 114227,
+    "checkpoint": 49695,
+    "monitor": 31886,
     "track": 6575,
     "rank": 19334,
     "registry": 1497,
@@ -363,6 +363,7 @@ SET_FROM_OUTSIDE = {
     *("minimum_version", "check_hostname", "verify_mode"),
     *("should_save", "should_training_stop"),  # how callbacks of the Hugging Face Trainer tell it what to do
     *("nargs", "epilog", "overrides", "program", "extraction_filter", "_devices", "_timeout"),
+    "unsharded_accumulated_grad",  # of FSDP2, which has no other way to say that a gradient is zero so far
     *("group_name", "global_ranks_in_group"),
     *("last_backward", "batch_norm", "_moments", "embeddings", "update_step", "joint"),
     *(
