@@ -87,9 +87,9 @@ def test_checkpoints_that_are_all_damaged(tmp_path: Path) -> None:
 
 UNREADABLE = """
 import errno, os
-from hpctrain.checkpoint import patience
+from hpctrain.checkpoint import read_retry
 
-patience.PAUSES_S = (0.01,)
+read_retry.PAUSES_S = (0.01,)
 really_open = os.open
 
 def no_shards(path, *rest, **options):

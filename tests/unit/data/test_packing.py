@@ -418,7 +418,7 @@ class TestWriting:
 import os, signal
 import numpy as np
 from hpctrain.data.dataset import Field
-from hpctrain.data.packing.pack_source import Source
+from hpctrain.data.packing.pack_source import PackSource
 from hpctrain.data.packing.write import write_hdf5
 
 def blocks():
@@ -428,7 +428,7 @@ def blocks():
         yield {{"x": np.arange(begin, begin + 10)}}
     os.kill(os.getpid(), signal.SIGKILL)
 
-write_hdf5("a.h5", Source({{"x": Field((), np.dtype(np.int64))}}, 40, blocks))
+write_hdf5("a.h5", PackSource({{"x": Field((), np.dtype(np.int64))}}, 40, blocks))
 """
         done = subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60)
         assert done.returncode == -signal.SIGKILL and not Path("a.h5").exists()
