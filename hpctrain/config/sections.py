@@ -345,9 +345,14 @@ class ParallelConfig(Section, key="parallel"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.shard_within == "node" and self.shard not in ("parameters", "gradients"):
+        if self.shard_within == "node" and not self.gathers:
             what = f"parallel.shard_within is node, and parallel.shard is {self.shard}"
             raise WrongValue("parallel.shard_within", what, "leave it out, or set parallel.shard: parameters")
+
+    @property
+    def gathers(self) -> bool:
+        """Whether each rank has rows of all parameters, and gathers layers to compute."""
+        return self.shard in ("parameters", "gradients")
 
 
 class ReduceConfig(Section, key="reduce"):

@@ -157,7 +157,7 @@ def make_hooks(
     world = session.world
     writer = EventWriter(run_dir.events, session.warn)
     yield StopRequests(session.signals, run_dir, writer.append)
-    if world.everyone.size > 1 and config.parallel.shard != "parameters" and config.sync.kind != "local":
+    if world.everyone.size > 1 and not config.parallel.gathers and config.sync.kind != "local":
         yield VerifyWeights(config.reduce.verify_every_steps, config.parallel.shard == "tables")
     watch = watching(config.train.early_stop, config.schedule)
     what = config.track.profile

@@ -412,7 +412,6 @@ class FullyShardedReducer(Reducer):
             complete_sums(self.tensor.modules)
         root.set_is_last_backward(is_last or keeps)
         root.set_requires_gradient_sync(is_last or keeps)
-        root.set_reshard_after_backward(is_last or not keeps)
 
     def begin(self) -> None:
         self._require_memory()

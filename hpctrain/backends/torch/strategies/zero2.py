@@ -1,6 +1,6 @@
 """``parallel.shard: gradients``: FSDP2 whose layers stay whole from the forward to the backward pass (ZeRO-2).
 
-Parameters are gathered once for all micro-batches of an update; gradients are summed, and freed, after each of them.
+Gradients are summed, and freed, after each micro-batch.
 """
 
 from __future__ import annotations
