@@ -43,9 +43,8 @@ class SaveOnStop(Callback):
         stops, step = stop_requested(agree=True), trainer.global_step
         due = self.every_steps is not None and step % self.every_steps == 0 and step != self.saved
         if stops or due:
-            trainer.save_checkpoint(
-                self.path
-            )  # written under another name first; returns on all ranks once it is complete
+            # Lightning writes it under another name first, and returns on all ranks once it is complete.
+            trainer.save_checkpoint(self.path)
             self.saved = step
             checkpoint_saved(step)
         if stops:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 SHEETS: dict[str, dict[str, float]] = {
     "B200": {"16 bits": 2250.0, "tf32": 1125.0, "fp32": 75.0},
     "GH200": {"16 bits": 989.4, "tf32": 494.7, "fp32": 66.9},
@@ -19,16 +21,17 @@ SHEETS: dict[str, dict[str, float]] = {
     "MI300X": {"16 bits": 1307.4, "fp32": 163.4},
     "GPU Max 1550": {"16 bits": 419.0, "fp32": 26.0},  # of one tile, which is a device; the sheet has both
 }
-"""TFLOP/s by a part of the device's name and by type; the first name that fits applies, so longer ones come first."""
+"""TFLOP/s by words of the device's name and by type; the first words that fit apply, so longer ones come first."""
 
 
 def sheet_per_s(name: str, kind: str) -> float:
-    """Operations per second that the data sheet of a device gives; 0 if it is not in the table.
+    """Operations per second that the data sheet of a device gives; 0 if it is not in the table, or a part (MIG).
 
     Args:
         name: the device's name, as its driver gives it.
         kind: ``bf16``, ``fp16``, ``tf32`` (products of float32 on tensor cores) or ``fp32``.
     """
-    rates = next((rates for part, rates in SHEETS.items() if part in name), {})
+    found = (rates for words, rates in SHEETS.items() if re.search(rf"\b{re.escape(words)}\b", name))
+    rates = {} if re.search(r"\bMIG\b", name) else next(found, {})
     either = rates.get("16 bits", 0.0) if kind in ("bf16", "fp16") else 0.0
     return 1e12 * rates.get(kind, either)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
@@ -26,8 +27,8 @@ from hpctrain.system.files import write_atomically
 
 RECORDED = "500"
 """Collectives that the recorder keeps."""
-DUMP: Any = getattr(c10d, "_dump_fr_trace_json", None) or getattr(c10d, "_dump_nccl_trace_json", lambda **_: b"{}")
-"""Torch 2.8 and newer have the first one, older ones for NCCL the second."""
+RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+"""What reads the recorder of gloo (torch 2.8 and newer), and that of NCCL (builds that have it)."""
 SILENCE_S = 60.0
 """Longest silence until collectives are written; half as long as the monitor waits at least."""
 
@@ -69,8 +70,8 @@ class CollectiveWatch:
 
     def write(self) -> None:
         """Writes the unfinished collectives, if there are any."""
-        found = json.loads(DUMP(includeCollectives=True, onlyActive=True))
-        found["entries"] = [one for one in found.get("entries", ()) if not one["retired"]]  # gloo's are never completed
+        dumps = [getattr(c10d, name) for name in RECORDERS if hasattr(c10d, name)]
+        found = merged([json.loads(dump(includeCollectives=True, onlyActive=True)) for dump in dumps])
         if found["entries"]:
             with suppress(RunFailed):  # a full disk: the hang is reported without it
                 write_atomically(self.path, json.dumps(found).encode(), self.run_dir.path)
@@ -79,6 +80,13 @@ class CollectiveWatch:
         """Ends the thread."""
         self.over.set()
         self.thread.join()
+
+
+def merged(dumps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Joins the groups and unfinished collectives of several recorders; gloo's never count as completed. Pure."""
+    entries = [one for dump in dumps for one in dump.get("entries", ()) if not one["retired"]]
+    groups = [(name, group) for dump in dumps for name, group in dump.get("pg_config", {}).items()]
+    return {"pg_config": dict(groups), "entries": entries}
 
 
 def watch_collectives(clock: RingClock, run: RunDir, rank: int, config: MonitorConfig) -> CollectiveWatch:

@@ -32,6 +32,8 @@ BROKEN = {
 """Xids that are the hardware's, or need its reset, and not a program's (docs.nvidia.com/deploy/xid-errors)."""
 XID, DOUBLE_BIT = 8, 2
 """Types of NVML's events."""
+GPU_IS_LOST = 15
+"""NVML's error once a GPU has fallen off the bus, with or without an event."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ def remarks(gpus: Sequence[GpuReading]) -> Iterator[str]:
     """What stands out, in words."""
     for gpu in gpus:
         if gpu.slowed:
-            yield f"GPU {gpu.index} runs at {gpu.mhz:.0f} of {gpu.most_mhz:.0f} MHz: {', '.join(gpu.slowed)}"
+            clocks = f" runs at {gpu.mhz:.0f} of {gpu.most_mhz:.0f} MHz" if gpu.mhz and gpu.most_mhz else ""
+            yield f"GPU {gpu.index}{clocks or ' is slowed down'}: {', '.join(gpu.slowed)}"
         yield from (f"GPU {gpu.index}: {BROKEN.get(xid, 'error')} (Xid {xid})" for xid in gpu.xids)
 
 
@@ -90,6 +93,8 @@ class Nvml:
         self.nvml: Any = None
         self.gpus: list[tuple[int, Any, int, Any]] = []
         """Index, handle, place, and NVML's set of events."""
+        self.lost: set[int] = set()
+        """Indices of GPUs that have fallen off the bus."""
         try:
             import pynvml  # type: ignore[import-not-found]
 
@@ -132,12 +137,16 @@ class Nvml:
             most_mhz=number("MaxClockInfo", clock),
             celsius=number("Temperature", self.nvml.NVML_TEMPERATURE_GPU),
             slowed=tuple(word for bit, word in REASONS.items() if reasons & bit),
-            xids=tuple(self._errors(events)) if events is not None else (),
+            xids=tuple(self._errors(index, events)) if events is not None else (),
         )
 
-    def _errors(self, events: Any) -> Iterator[int]:
-        """Takes the errors since the last call; a double-bit error has Xid 48, too."""
-        with suppress(self.nvml.NVMLError):  # a timeout: there are no more
+    def _errors(self, index: int, events: Any) -> Iterator[int]:
+        """Takes the errors since the last call; a double-bit error has Xid 48, too, and a lost GPU 79."""
+        try:
             while True:
                 event = self.nvml.nvmlEventSetWait_v2(events, 0)
                 yield 48 if event.eventType == DOUBLE_BIT else int(event.eventData)
+        except self.nvml.NVMLError as error:  # mostly a timeout: there are no more
+            if getattr(error, "value", None) == GPU_IS_LOST and index not in self.lost:
+                self.lost.add(index)
+                yield 79

@@ -190,8 +190,8 @@ class Node:
                 known = {key: vars(gpus[place])[key] for key in KNOWN} if place in gpus else {}
                 memory = {"peak_bytes": head[shared.PEAK_BYTES], "reserved_bytes": head[shared.RESERVED_BYTES]}
                 rows.append({"rank": rank, **memory, **known})
-        if self.joules or rows:
-            broken = [gpu.broken for gpu in now.gpus if gpu.broken]
+        broken = [gpu.broken for gpu in now.gpus if gpu.broken]
+        if self.joules or rows or broken:
             yield Message("devices", {"node": self.plan.node, "joules": self.joules, "ranks": rows, "broken": broken})
 
     def add_rivals(self, by_rank: dict[str, list[str]], pids: Sequence[int]) -> None:

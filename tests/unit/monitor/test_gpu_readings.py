@@ -72,6 +72,24 @@ def test_a_gpu_is_read_and_one_that_may_not_be_hides_no_other(monkeypatch: pytes
     assert nvml.read()[1].xids == (), "an error is reported once"
 
 
+def test_a_gpu_that_is_gone_is_broken_even_without_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(events: list[int], timeout_ms: int) -> SimpleNamespace:
+        error = Unreadable("GPU is lost")
+        error.value = 15 if 2 in events else 10  # type: ignore[attr-defined]
+        raise error
+
+    made = four_gpus(1, [])
+    vars(made)["nvmlEventSetWait_v2"] = lost
+    monkeypatch.setitem(sys.modules, "pynvml", made)
+    nvml = Nvml()
+    assert [gpu.broken for gpu in nvml.read()] == ["", "GPU 2: fell off the bus (Xid 79)", ""]
+    assert [gpu.broken for gpu in nvml.read()] == ["", "", ""], "once"
+
+
+def test_a_gpu_whose_clock_is_unknown_is_described_too() -> None:
+    assert list(remarks([GpuReading(0, 0, slowed=("heat",))])) == ["GPU 0 is slowed down: heat"]
+
+
 def test_without_nvml_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert Nvml().read() == ()

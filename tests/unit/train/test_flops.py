@@ -71,6 +71,10 @@ def test_utilisation_is_of_the_data_sheets_peak_if_there_is_one() -> None:
         ("AMD Instinct MI250X", "tf32", 0.0),
         ("Intel(R) Data Center GPU Max 1550", "bf16", 419.0),
         ("NVIDIA T4", "fp16", 0.0),
+        ("NVIDIA RTX A4000", "bf16", 0.0),
+        ("Tesla V100S-PCIE-32GB", "fp16", 0.0),
+        ("NVIDIA GB200", "bf16", 0.0),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", 0.0),
         ("NVIDIA A100-SXM4-80GB", "", 0.0),
     ],
 )

@@ -20,16 +20,19 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(("retired", "is_written"), [(False, True), (True, False)])
+@pytest.mark.parametrize("recorder", collective_watch.RECORDERS)
 def test_a_silent_rank_writes_what_it_waits_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, retired: bool, is_written: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorder: str, retired: bool, is_written: bool
 ) -> None:
     asked = threading.Event()
 
     def dump(**_: Any) -> bytes:
         asked.set()
-        return json.dumps({"entries": [{"retired": retired}, {"retired": True}], "pg_config": {}}).encode()
+        return json.dumps({"entries": [{"retired": retired}, {"retired": True}], "pg_config": {"data": {}}}).encode()
 
-    monkeypatch.setattr(collective_watch, "DUMP", dump)
+    for name in collective_watch.RECORDERS:  # a torch for GPUs has both; gloo's knows nothing of NCCL's collectives
+        monkeypatch.setattr(collective_watch.c10d, name, lambda **_: b'{"pg_config": {}}', raising=False)
+    monkeypatch.setattr(collective_watch.c10d, recorder, dump)
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
         monkeypatch.setenv(name, "1")  # so that it is restored
     run = RunDir(tmp_path)
@@ -41,4 +44,5 @@ def test_a_silent_rank_writes_what_it_waits_in(
     watch.close()
     written = list(run.monitor.iterdir())
     assert [path.name for path in written] == (["collectives-1-3.json"] if is_written else [])
-    assert not written or json.loads(written[0].read_bytes())["entries"] == [{"retired": False}]
+    expected = {"entries": [{"retired": False}], "pg_config": {"data": {}}}
+    assert not written or json.loads(written[0].read_bytes()) == expected
