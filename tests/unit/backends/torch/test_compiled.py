@@ -105,7 +105,7 @@ def test_buckets_leave_while_later_layers_still_run_backward() -> None:
 def layers(model: nn.Module, ranks: int = 2, **train: Any) -> list[nn.Module]:
     config = TrainConfig(steps=1, global_batch=4, compile=True, **train)
     world = SimpleNamespace(data=SimpleNamespace(size=ranks))
-    opening: Any = SimpleNamespace(config=SimpleNamespace(train=config), model=model, world=world)
+    opening: Any = SimpleNamespace(config=SimpleNamespace(train=config), model=model, world=world, gathers=False)
     return own_layers(opening)
 
 
