@@ -114,7 +114,7 @@ class Sending:
 class Remote:
     """A run's checkpoints in an object store: finds and fetches them for a resume, and uploads new ones.
 
-    All ranks call each method. At each step they take the minimum of ``flags``, so that they enter each stage together.
+    All ranks call each method. At each step they agree on their ``vote()``, so that they enter each stage together.
     """
 
     objects: ObjectFolder

@@ -33,7 +33,7 @@ def open_host_allreduce(
     Args:
         candidate: the chosen candidate.
         group: the ranks.
-        length: elements of the buffer, including the extra slots of layout.py at its end.
+        length: elements of the buffer, including the extra slots of flat_layout.py at its end.
         dtype: dtype of the buffer.
         codecs: 16-bit codecs by compression name.
         residue: rounding error kept by int8 compression; None for other compressions.

@@ -64,7 +64,7 @@ TOKENS: dict[str, int] = {
     "reduce": 14907,
     "train": 14272,
     "tasks": 6959,
-    "backends": 114306,
+    "backends": 114301,
     "checkpoint": 49695,
     "monitor": 31952,
     "track": 6575,

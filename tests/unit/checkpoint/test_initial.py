@@ -334,7 +334,7 @@ def test_a_folder_for_from_pretrained(tmp_path: Path) -> None:
 def test_a_large_model_is_exported_in_several_files_and_an_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Hugging Face writes them; what a smaller export left there is gone, since loaders would prefer it."""
+    """As Hugging Face writes them; what another export left there is gone, since loaders would prefer it."""
     like, out = tmp_path / "base", tmp_path / "out"
     like.mkdir()
     (like / "config.json").write_text("{}")
@@ -352,6 +352,8 @@ def test_a_large_model_is_exported_in_several_files_and_an_index(
     for name, file in index["weight_map"].items():
         assert np.array_equal(load_file(out / file)[name], whole[name])
     assert {one.name for one in files_of(out)} == set(files)
+    monkeypatch.undo()
+    assert main(command) == 0 and not files_of(out), "the index is gone with the model's size"
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")

@@ -418,6 +418,8 @@ class FullyShardedReducer(Reducer):
         self.updates += 1
         if self.updates > COMPARED_UPDATES:
             self.tensor.order.close()
+        for module in self.tensor.modules:
+            module.reshard()  # a pass without a backward pass has gathered weights that may have changed since
         for one in self.every:
             one.module.grad = one.own.grad = None
 

@@ -87,7 +87,7 @@ class Partition:
     """The part of a model that this rank has: all of it, or parts of layers that are split over a group.
 
     Args:
-        tp_group: tp_group of the group.
+        tp_group: the ranks that split layers, and their communication.
         slices: what this rank has of each split parameter, by name.
         cut: ids of these parameters.
     """

@@ -139,7 +139,7 @@ def open_sharded_exchange(
 
     Args:
         group: the ranks.
-        length: elements of the buffer, including the extra slots of layout.py at its end.
+        length: elements of the buffer, including the extra slots of flat_layout.py at its end.
         gradients: elements before the slots.
         dtype: dtype of the buffer.
         ranges: range of the gradients for each rank.

@@ -187,7 +187,7 @@ def cut_tables(
     Args:
         model: whole, and equal on all ranks.
         tables: the result of ``tables_of``.
-        tp_group: tp_group of the ranks, which see different samples.
+        tp_group: the ranks, which see different samples.
         optimizers: optimizers of its parameters.
 
     Raises:

@@ -203,7 +203,7 @@ def cut_model(
     Args:
         model: whole, and equal on all ranks.
         layers: the result of ``layers_to_cut``.
-        tp_group: tp_group of the tensor group.
+        tp_group: the ranks that split layers.
         data: ranks that have the same parts.
         optimizers: optimizers of its parameters.
 

@@ -69,8 +69,8 @@ class TPGroup:
         """Leaves split layers: from here on, all ranks draw the same random numbers again.
 
         Args:
-            always: False inside a model: if torch's activation checkpointing has recomputed a part that ends in the
-                tp_group, it has restored random states itself, and others may have been set since.
+            always: False inside a model: if torch's activation checkpointing has recomputed a part that ends in
+                split layers, it has restored random states itself, and others may have been set since.
         """
         for generator, state, seed in self.outside:
             if always or generator.initial_seed() == seed:
@@ -139,7 +139,7 @@ def spread(rows: Tensor, places: Tensor, counts: Sequence[int], tp_group: TPGrou
         rows: float[counts[rank], width], this rank's rows.
         places: int64[...], the same on all ranks: indices into the rows of all ranks, in rank order.
         counts: number of rows of each rank.
-        tp_group: tp_group of the ranks.
+        tp_group: the ranks.
     """
 
     def at_places(own: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ class CutLogits:
 
     Args:
         values: [..., classes of this rank].
-        tp_group: tp_group of the ranks that have the other classes.
+        tp_group: the ranks, which have the other classes.
         layer: name of the layer that computed them, for messages.
     """
 

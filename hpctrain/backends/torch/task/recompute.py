@@ -36,7 +36,7 @@ def recompute(model: Module, patterns: Sequence[str], tp_group: TPGroup) -> list
         model: the model.
         patterns: patterns of layer names, such as ``blocks.*``; ``*`` means all layers. A layer inside a matching one
             is part of it.
-        tp_group: tp_group of the layers that are cut over ranks.
+        tp_group: the ranks that split layers.
 
     Returns:
         The names of the layers.
@@ -98,8 +98,8 @@ class Recomputed:
 
     Args:
         layer: the module.
-        tp_group: tp_group of cut layers, which the layer may overlap; the second pass draws the same random numbers and
-            exchanges with the same ranks as the first.
+        tp_group: the ranks that split layers, of which this one may contain some; the second pass draws the same random
+            numbers and exchanges with the same ranks as the first.
     """
 
     def __init__(self, layer: Module, tp_group: TPGroup) -> None:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from hpctrain.backends.torch.device import Compute
 from hpctrain.backends.torch.process_groups import word_of
 from hpctrain.backends.torch.strategies import fully_sharded
-from hpctrain.backends.torch.strategies.fully_sharded import layers_of
+from hpctrain.backends.torch.strategies.fully_sharded import FullyShardedReducer, ShardGroups, layers_of, shard_model
+from hpctrain.backends.torch.strategies.partition import uncut
 from hpctrain.backends.torch.strategies.row_shares import part_of_rows
+from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from tests.tasks.tensor_tasks import Gpt
 
@@ -102,3 +110,30 @@ def test_rows_are_those_that_fsdp_shares_out(rows: int, ranks: int) -> None:
 @pytest.mark.parametrize(("device", "word"), [("cpu", "gloo"), ("cuda:1", "nccl")])
 def test_the_device_says_what_moves_tensors(device: str, word: str) -> None:
     assert word_of(torch.device(device)) == word
+
+
+@pytest.fixture
+def one_rank() -> Iterator[ShardGroups]:
+    """A process group of this process alone, which gathers and sums as several do."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    alone = Group("data")
+    yield ShardGroups(alone, alone, 0, 1, DeviceMesh.from_group(dist.group.WORLD, "cpu"))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("model", "keeps"), [(nn.Linear(2, 2), False), (nn.Sequential(nn.Linear(2, 2), nn.Tanh()), True)]
+)
+def test_updates_use_the_weights_of_their_begin(model: nn.Module, keeps: bool, one_rank: ShardGroups) -> None:
+    """A hook may have called the model without a backward pass, and have changed the weights after that."""
+    inputs = torch.ones(1, 2)
+    partition = shard_model(model, uncut(), one_rank, Compute(torch.device("cpu")), keeps)
+    ranks: Any = None  # it only closes them
+    reducer = FullyShardedReducer("", partition, [], ranks)
+    model(inputs)
+    with torch.no_grad():
+        for one in partition.every:
+            one.own.zero_()
+    reducer.begin()
+    assert not model(inputs).any()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hpctrain.backends.torch.strategies.exchange import host_bytes
+from hpctrain.backends.torch.strategies.pipeline import pipeline_strategy
 from hpctrain.backends.torch.strategies.pipeline.stage import described, described_tensors, rebuilt
-from hpctrain.backends.torch.strategies.pipeline.stage_schedule import Pass, balanced, bubble, one_forward_one_backward
+from hpctrain.backends.torch.strategies.pipeline.stage_schedule import (
+    Pass,
+    StageChoice,
+    balanced,
+    bubble,
+    one_forward_one_backward,
+)
 from hpctrain.backends.torch.strategies.pipeline.stages import (
     as_before,
     is_chain,
@@ -24,6 +32,7 @@ from hpctrain.backends.torch.strategies.pipeline.stages import (
     staged,
     tied_parameters,
 )
+from hpctrain.config.features import Feature
 from hpctrain.errors import UserError
 from tests.tasks.pipeline_tasks import Gpt, layers
 
@@ -246,6 +255,18 @@ def test_stages_have_copies_of_tied_parameters_only_where_they_must() -> None:
     model.one.weight.requires_grad_(False)  # type: ignore[union-attr]
     again = of(model, lambda m: [m.third, m.one, m.other], 3)
     assert tied_parameters(model, again) == {"one.weight": [1, 2]}
+
+
+def test_the_stages_of_an_earlier_attempt_have_no_copies_of_sharded_parameters() -> None:
+    """Ranks would wait for rows of the copy that another rank has; the stages that were planned have no copies."""
+    model: Any = tied()
+    model.third = nn.Linear(3, 3)
+    planned = of(model, lambda m: [m.one, m.other, m.third])
+    parts = dict.fromkeys(("task", "world", "compute", "task_state", "partition"))
+    choice = StageChoice(batch=lambda: {}, kept=(1, 2))
+    opening: Any = SimpleNamespace(**parts, model=model, features={Feature.SHARD: True}, stage_choice=choice)
+    with pytest.raises(UserError, match=r"several stages share one\.weight, and parallel\.shard is optimizer"):
+        pipeline_strategy.divide(opening, planned, opening)
 
 
 def test_a_buffer_that_layers_share_stays_in_one_stage_though_ends_are_tied() -> None:

@@ -48,10 +48,9 @@ def planned(opening: Opening) -> Strategy | None:
 def require_copies(opening: Opening, stages: Stages) -> None:
     """Raises UserError if stages cannot have copies of the parameters that they share."""
     name = next(iter(tied_parameters(opening.model, stages)), None)
-    sharded = next((one for one in (Feature.SHARD, Feature.SHARD_GRADIENTS) if one in opening.features), None)
-    if name is not None and sharded is not None:
+    if name is not None and Feature.SHARD in opening.features:
         raise UserError(
-            f"layers of several stages share {name}, and {stated(sharded, None)}: no rank has the whole gradient",
+            f"layers of several stages share {name}, and {stated(Feature.SHARD, None)}: no rank has the whole gradient",
             "untie the layers, or leave parallel.shard out",
         )
 
@@ -76,6 +75,7 @@ def divide(opening: Opening, stages: Stages, prepared: Prepared) -> Prepared:
     task, model, compute = opening.task, opening.model, opening.compute
     whole = Whole(task, model, opening.task_state, partition, compute)
     stages = whole.chosen(stages, opening.stage_choice, world)
+    require_copies(opening, stages)  # those that were planned may have needed none
     exchange = opening.exchange(world.pipeline, Neighbours.PIPELINE)
     holders = tied_parameters(model, stages)
     elsewhere = keep_stage(model, stages, world.pipeline.rank, opening.optimizers)

@@ -65,7 +65,6 @@ def balanced(
 
     Returns:
         The layer indices of each stage; None if there is no solution.
-        The numbers of each stage's layers; None if there is no such way.
     """
     count = len(costs)
     may_begin = [number == 0 or not (joined and joined[number]) for number in range(count)]
