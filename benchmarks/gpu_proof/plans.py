@@ -31,8 +31,8 @@ def parallel(word: str, ranks: int) -> dict[str, Any]:
 
 def row(setting: Setting) -> Figures:
     """Checks one plan; see the module."""
-    if setting.word == "parameters" and not REDUCES_UNUSED:
-        raise Skipped(f"parallel.shard: parameters needs PyTorch 2.13, and this is {torch.__version__}")
+    if setting.word in ("gradients", "parameters") and not REDUCES_UNUSED:
+        raise Skipped(f"parallel.shard: {setting.word} needs PyTorch 2.13, and this is {torch.__version__}")
     torch.use_deterministic_algorithms(True, warn_only=True)
 
     def config(name: str) -> Config:

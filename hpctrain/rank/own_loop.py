@@ -59,7 +59,7 @@ def checkpoint_saved(step: int) -> None:
 
     Call it on rank 0, or on all ranks, after each save, and after loading a checkpoint with its step. ``status``,
     ``watch`` and ``explain`` then show the step and how many steps a requeue would lose, and a job whose attempts
-    save nothing new is requeued no more. Without a supervisor it does nothing.
+    save nothing new is not requeued again. Without a supervisor it does nothing.
 
     Args:
         step: number of updates that the checkpoint contains.

@@ -170,7 +170,7 @@ def no_mean(name: str) -> UserError:
         "leave its reduction at the mean, and ignore_class out of compile, or return (sum, weight) from a "
         "function(outputs, batch)"
     )
-    return UserError(f"loss={name} is not the plain mean over the samples, so that ranks would average it wrongly", fix)
+    return UserError(f"loss={name} is not the plain mean over the samples, so ranks would average it wrongly", fix)
 
 
 def trained_weight(field: str, constant: str) -> UserError:

@@ -161,7 +161,7 @@ def require_own_gpus(group: Group, device: torch.device) -> None:
         raise UserError(
             f"ranks {', '.join(sharing)} that see different samples are on one GPU, and NCCL takes one rank on each",
             "start as many ranks on a node as it has GPUs, or let them exchange through host memory: reduce.kind: mpi, "
-            "and parallel.shard: optimizer in place of parameters",
+            "and parallel.shard: optimizer in place of parameters or gradients",
         )
 
 
