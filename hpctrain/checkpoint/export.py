@@ -145,12 +145,16 @@ def export_folder(loaded: Loaded, folder: Path, like: Path, selection: Selection
 
 
 def write_model(arrays: SavedArrays, dtypes: Mapping[str, str], step: int, folder: Path) -> Path:
-    """Write a model's weights as files for ``from_pretrained``; returns the path of the only file, or of the index."""
+    """Write a model's weights as files for ``from_pretrained``; returns the path of the only file, or of the index.
+
+    Removes what an earlier export left that loaders would prefer.
+    """
     whole = folder / "model.safetensors"
     sizes = {name: layout.TensorSpec(name, arrays.shape_of(name), dtypes[name]).num_bytes for name in arrays}
     parts = in_files(sizes, MAX_FILE_BYTES)
     if len(parts) == 1:
         write_safetensors(arrays, dtypes, step, whole)
+        (folder / INDEX).unlink(missing_ok=True)
         return whole
     weight_map: dict[str, str] = {}
     for number, names in enumerate(parts, start=1):
@@ -158,7 +162,7 @@ def write_model(arrays: SavedArrays, dtypes: Mapping[str, str], step: int, folde
         write_safetensors(*under_names(arrays, dtypes, {name: name for name in names}), step, path)
         weight_map |= dict.fromkeys(names, path.name)
     write_whole(folder / INDEX, [to_json({"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})])
-    whole.unlink(missing_ok=True)  # of an earlier export, which loaders would prefer
+    whole.unlink(missing_ok=True)
     return folder / INDEX
 
 

@@ -65,7 +65,7 @@ TOKENS: dict[str, int] = {
     "train": 14272,
     "tasks": 6959,
     "backends": 114301,
-    "checkpoint": 49695,
+    "checkpoint": 49707,
     "monitor": 31952,
     "track": 6575,
     "rank": 19333,
