@@ -29,7 +29,7 @@ from hpctrain.run.last_words import Ending, ErrorWord, LastWord, WordFile, first
 from hpctrain.run.live_lock import BEAT_S
 from hpctrain.run.rank_environment import CONVENTION, PLACE, RUN_DIR, STOP_SIGNAL, WATCHED_DIR, current_attempt
 from hpctrain.system import cgroups, processes
-from hpctrain.system.address import Interface, interfaces, meeting_address
+from hpctrain.system.address import LOOPBACK, Interface, interfaces, meeting_address
 from hpctrain.system.output import redirect
 from hpctrain.system.signals import StopSignals, signal_name
 
@@ -144,12 +144,15 @@ def program_environment(
 def master_of(interfaces_of_ranks: Sequence[tuple[str, Sequence[Sequence[Any]]]]) -> str | None:
     """Returns rank 0's address on the fastest network that all hosts share; None if they share none.
 
+    None too if hosts have equal addresses, as nodes of one machine do: their names tell them apart, if anything does.
+
     Args:
         interfaces_of_ranks: for each rank, its host and the fields of each ``Interface``.
     """
     by_host = {host: [Interface(*fields) for fields in found] for host, found in reversed(interfaces_of_ranks)}
     own = by_host.pop(interfaces_of_ranks[0][0])
-    return meeting_address(own, [[each.address for each in others] for others in by_host.values()])
+    address = meeting_address(own, [[each.address for each in others] for others in by_host.values()])
+    return None if by_host and address == LOOPBACK else address
 
 
 def variables(

@@ -68,7 +68,7 @@ TOKENS: dict[str, int] = {
     "checkpoint": 49707,
     "monitor": 31952,
     "track": 6575,
-    "rank": 19333,
+    "rank": 19346,
     "registry": 1497,
     "launch": 56208,
     "report": 12845,

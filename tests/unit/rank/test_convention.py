@@ -58,6 +58,8 @@ def test_the_first_rank_is_reached_on_the_fastest_network_of_all_hosts() -> None
     assert master_of(both) == "10.4.0.1"
     assert master_of([*both, on(3, ethernet)]) == "10.0.0.1", "n3 has no InfiniBand"
     assert master_of([on(1, ethernet), on(2, infiniband)]) is None
+    assert master_of([on(1, ethernet), ("n2", on(1, ethernet)[1])]) is None, "nodes of one machine"
+    assert master_of([on(1, ethernet)] * 2) == "127.0.0.1"
     assert variables("torch", place_of(2, HOSTS), ADDRESSES, "10.4.0.1")["MASTER_ADDR"] == "10.4.0.1"
 
 
