@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 
 from hpctrain.backends.named_state import named_outputs
 from hpctrain.data.dataset import Samples
-from hpctrain.errors import UserError
-from hpctrain.system.files import replace_whole
+from hpctrain.errors import UserError, file_errors
+from hpctrain.system.files import replace_whole, sync
 from hpctrain.tasks.definition import TorchTask
 
 ONNX = ("onnx", "onnxscript")
@@ -68,17 +69,29 @@ def export_graph(task: TorchTask, weights: Path, batch: Samples, output: Path) -
     names = list(tensors.names) or list(tensors)[:1]
     arrays = tuple(dict.__getitem__(tensors, name) for name in names)
     shapes = {"arrays": tuple({0: torch.export.Dim.AUTO} for _ in names)}
+    made = None
     try:
         program = torch.export.export(ForwardPass(task, names).eval(), arrays, dynamic_shapes=shapes)
         if to_onnx:
             made = torch.onnx.export(program, input_names=names, output_names=list(outputs), verbose=False)
             assert made is not None, "with a program and without a path, the graph is returned"
-            replace_whole(output, made.save)
-        else:
-            replace_whole(output, lambda path: save_program(program, path))
     except Exception as error:  # torch's exporters raise errors of many kinds
         what = f"the model's forward pass cannot be traced: {str(error).strip().splitlines()[0][:300]}"
         raise UserError(what, "see torch.export's limits; weights alone: a .safetensors file") from error
+    if made is not None:
+        with file_errors(f"{output} cannot be written", "choose another --output"):
+            save_onnx(made.save, output)
+    else:
+        replace_whole(output, lambda path: save_program(program, path))
+
+
+def save_onnx(save: Callable[[str], object], output: Path) -> None:
+    """Saves a graph, whose weights are in a second file next to it, named after it, if they exceed 1.5 GiB."""
+    with tempfile.TemporaryDirectory(dir=output.parent) as folder:
+        save(str(Path(folder, output.name)))
+        for path in sorted(Path(folder).iterdir(), key=lambda one: one.name == output.name):  # the graph last
+            sync(path)
+            path.replace(output.with_name(path.name))
 
 
 def save_program(program: torch.export.ExportedProgram, path: Path) -> None:

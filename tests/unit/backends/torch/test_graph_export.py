@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hpctrain import TorchTask, UserError
-from hpctrain.backends.torch.graph_export import export_graph
+from hpctrain.backends.torch.graph_export import export_graph, save_onnx
 
 pytestmark = pytest.mark.slow
 BATCH = {
@@ -57,3 +57,18 @@ def test_a_model_that_looks_at_values_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be traced"):
         export(tmp_path, "model.pt2", looks)
     assert not (tmp_path / "model.pt2").exists()
+
+
+def test_a_graph_that_cannot_be_written_is_not_called_untraceable(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="missing/model.pt2 cannot be written: No such file or directory"):
+        export(tmp_path, "missing/model.pt2")
+
+
+def test_weights_beside_a_large_onnx_graph_are_named_after_it(tmp_path: Path) -> None:
+    def save(path: str) -> None:
+        Path(path).write_text(f"weights: {Path(path).name}.data")
+        Path(f"{path}.data").write_text("weights")
+
+    save_onnx(save, tmp_path / "model.onnx")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
+    assert (tmp_path / "model.onnx").read_text() == "weights: model.onnx.data"
