@@ -97,7 +97,9 @@ MOST_RANKS = 100_000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments; see ``cli``."""
-    parser.add_argument("run_file", help="what to train; its task is loaded in this process and trained for one step")
+    parser.add_argument(
+        "run_file", help="run file or run folder; its task is loaded in this process and trained for one step"
+    )
     parser.add_argument("-n", "--ranks", type=int, required=True, help="ranks of the run")
     parser.add_argument(
         "--memory",

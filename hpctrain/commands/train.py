@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the parser's command."""
-    add_run_file(parser)
+    add_run_file(parser, *["run file or run folder"] * (parser.get_default("command") != "train"))
     parser.add_argument("--verbose", action="store_true", help="also show the output of libraries")
     if parser.get_default("command") == "train":
         parser.add_argument("--print-config", action="store_true", help="print the resolved run file and exit")

@@ -60,7 +60,7 @@ def test_a_model_that_looks_at_values_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_graph_that_cannot_be_written_is_not_called_untraceable(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="missing/model.pt2 cannot be written: No such file or directory"):
+    with pytest.raises(UserError, match=r"model[.]pt2 cannot be written: No such file"):
         export(tmp_path, "missing/model.pt2")
 
 
