@@ -64,7 +64,7 @@ TOKENS: dict[str, int] = {
     "reduce": 14907,
     "train": 14272,
     "tasks": 6959,
-    "backends": 114420,
+    "backends": 114512,
     "checkpoint": 49707,
     "monitor": 31952,
     "track": 6575,
