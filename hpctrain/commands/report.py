@@ -63,7 +63,7 @@ def report(args: argparse.Namespace) -> int:
     path = Path(args.output) if args.output else view.path / "report.html"
     excess = view.heat_map()
     sections = page.make_sections(data, plots.heat_maps(excess), view.figures(), excess, view.plans())
-    html = page.render(data, explain_run(data), sections, view.pictures())
+    html = page.render(data, explain_run(data), sections, view.pictures(), path.parent)
     replace_whole(path, lambda temporary: temporary.write_text(html, encoding="utf-8"))
     foreign_text.show(str(path))
     show_charts_missing()

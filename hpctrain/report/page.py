@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -53,9 +54,13 @@ def make_sections(
 
 
 def render(
-    data: RunHistory, explanation: Explanation, sections: Sequence[ReportSection], pictures: Sequence[Picture] = ()
+    data: RunHistory,
+    explanation: Explanation,
+    sections: Sequence[ReportSection],
+    pictures: Sequence[Picture] = (),
+    folder: Path | None = None,
 ) -> str:
-    """Renders the page of one run, with what ended or slows it."""
+    """Renders the page of one run, with what ended or slows it, for a ``folder``; by default the run's."""
     return (
         _environment()
         .get_template("report.html.j2")
@@ -70,17 +75,17 @@ def render(
             stragglers=[_row(event, STRAGGLER) for event in data.all(Straggler)],
             hangs=[_row(event, HANG) for event in data.all(Hang)],
             recoveries=[_row(event, RECOVERY) for event in data.all(Recovered)],
-            files=kept_files(data.run.path),
+            files=kept_files(data.run.path, folder or data.run.path),
             config=json.dumps(data.run.config, indent=2),
         )
     )
 
 
-def kept_files(run: Path) -> list[tuple[str, str]]:
-    """Paths in the run folder of traces and memory snapshots, and what opens them."""
+def kept_files(run: Path, folder: Path) -> list[tuple[str, str]]:
+    """Paths of the run's traces and memory snapshots, relative to the page's folder, and what opens them."""
     viewers = {"profile/*.json": "ui.perfetto.dev", "monitor/memory-*.pickle": "pytorch.org/memory_viz"}
     found = [(path, viewer) for pattern, viewer in viewers.items() for path in sorted(run.glob(pattern))]
-    return [(str(path.relative_to(run)), viewer) for path, viewer in found]
+    return [(os.path.relpath(path, folder), viewer) for path, viewer in found]
 
 
 def render_comparison(result: Mapping[str, Any], sections: Sequence[ReportSection]) -> str:

@@ -438,3 +438,5 @@ def test_traces_and_memory_snapshots_are_linked(tmp_path: Path) -> None:
         "monitor/memory-1-3.pickle",
     ]
     assert "ui.perfetto.dev" in shown and "pytorch.org/memory_viz" in shown
+    apart = page.render(data, explain(data), [], folder=run.path.parent / "pages")
+    assert f'<a href="../{run.path.name}/monitor/memory-1-3.pickle"' in apart, "a page elsewhere has links too"
