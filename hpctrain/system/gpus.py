@@ -44,6 +44,13 @@ def usable_gpus(root: Path = Path("/")) -> list[Gpu]:
     return [gpu for gpu in found if _opens(gpu.path)]
 
 
+def hardware(root: Path = Path("/proc")) -> str:
+    """Models of the processor and of NVIDIA's GPUs, on which the last bits of results depend."""
+    files = [root / "cpuinfo", *sorted((root / "driver/nvidia/gpus").glob("*/information"))]
+    lines = [line for file in files for line in read_text(file).splitlines()]
+    return "\n".join(sorted({line for line in lines if line.lower().startswith("model")}))
+
+
 def read_text(path: Path) -> str:
     """The text of a file of the kernel; empty if it cannot be read."""
     with contextlib.suppress(OSError):

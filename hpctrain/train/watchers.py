@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from hpctrain.config.sections import EarlyStopConfig, PlateauConfig, ProfileConfig, ScheduleConfig
 from hpctrain.errors import NoRequeue, UserError
+from hpctrain.system.gpus import hardware
 from hpctrain.train.framework import StepResult
 from hpctrain.train.hooks import BaseHook, RateHook, StopReason, Training
 from hpctrain.train.schedule import Schedule, first_factor
@@ -143,7 +144,8 @@ class VerifyWeights(BaseHook):
 
     Args:
         every_steps: compare every N steps; None: only after the first step, which finds weights that depend on the
-            rank or on its samples, such as those that forward initialises.
+            rank or on its samples, such as those that forward initialises. Ranks on other hardware, which may round
+            otherwise, are then left out.
         has_tables: embedding tables are sharded over data-parallel ranks, so they are not compared.
     """
 
@@ -159,13 +161,15 @@ class VerifyWeights(BaseHook):
         if is_due:
             shared = framework.weights_hash(shared_only=True) if world.tensor.size > 1 else ""
             own = framework.weights_hash(shared_only=self.has_tables)
-            hashes = world.everyone.allgather([own, shared], "compare the weights")
+            kind = hardware() if self.every_steps is None else ""
+            hashes = world.everyone.allgather([own, shared, kind], "compare the weights")
             tensor, stage = world.tensor.size, len(hashes) // world.pipeline.size
             first = [rank - rank % stage for rank in range(len(hashes))]  # first rank of the same stage
             odd: dict[int, list[int]] = {}  # deviating ranks, by the rank they were compared with
             for rank, one in enumerate(first):
                 compared = (one, 1), (one + rank % tensor, 0)  # shared weights first, then the rank's own
-                other = next((other for other, part in compared if hashes[rank][part] != hashes[other][part]), None)
+                alike = [(other, part) for other, part in compared if hashes[rank][2] == hashes[other][2]]
+                other = next((other for other, part in alike if hashes[rank][part] != hashes[other][part]), None)
                 if other is not None:
                     odd.setdefault(other, []).append(rank)
             if odd:

@@ -56,13 +56,13 @@ permission."""
 
 TOKENS: dict[str, int] = {
     "errors": 779,
-    "system": 12446,
+    "system": 12530,
     "config": 12257,
     "comm": 5172,
     "run": 26031,
     "data": 49275,
     "reduce": 14907,
-    "train": 14272,
+    "train": 14326,
     "tasks": 6959,
     "backends": 114512,
     "checkpoint": 49707,

@@ -13,13 +13,14 @@ from hpctrain.train.watchers import VerifyWeights
 TWO = "2 differ from those of rank 0 and those of rank 3"
 
 
-def trainer(step: int, hashes: list[str], shared: str = "", tensor: int = 1, pipeline: int = 1) -> Any:
+def trainer(step: int, hashes: list[str], shared: str = "", tensor: int = 1, pipeline: int = 1, kinds: str = "") -> Any:
     """What the hook looks at, on rank 0: of each rank, hashes of all weights and of those that are not cut."""
     gathered = []
 
     def allgather(value: list[str], what: str) -> list[list[str]]:
         gathered.append(value)
-        return [[own, one] for own, one in zip(hashes, shared or [""] * len(hashes), strict=True)]
+        same = [""] * len(hashes)
+        return [list(said) for said in zip(hashes, shared or same, kinds or same, strict=True)]
 
     return SimpleNamespace(
         state=SimpleNamespace(step=step),
@@ -40,7 +41,7 @@ def test_equal_weights_pass_and_only_every_so_many_steps_are_compared() -> None:
         made = trainer(step, ["a", "a"])
         assert hook.after_step(made, None) is None  # type: ignore[arg-type]
         seen += [(step, value) for value in made.gathered]
-    assert seen == [(3, ["a", ""]), (6, ["a", ""])], "without tensor parallelism weights are hashed once"
+    assert seen == [(3, ["a", "", ""]), (6, ["a", "", ""])], "without tensor parallelism weights are hashed once"
 
 
 def test_the_first_step_of_an_attempt_is_compared_by_default() -> None:
@@ -50,6 +51,14 @@ def test_the_first_step_of_an_attempt_is_compared_by_default() -> None:
         hook.after_step(made, None)  # type: ignore[arg-type]
         seen += [step for _ in made.gathered]
     assert seen == [8]
+
+
+def test_other_hardware_may_round_otherwise_in_the_first_step_but_not_if_asked_for_equal_bits() -> None:
+    VerifyWeights(None).after_step(trainer(1, ["a", "b"], kinds="xy"), None)  # type: ignore[arg-type]
+    with pytest.raises(NoRequeue, match="rank 1 differ"):
+        VerifyWeights(None).after_step(trainer(1, ["a", "b", "c"], kinds="xxy"), None)  # type: ignore[arg-type]
+    with pytest.raises(NoRequeue, match="rank 1 differ"):
+        VerifyWeights(1).after_step(trainer(1, ["a", "b"]), None)  # type: ignore[arg-type]
 
 
 def test_a_rank_that_drifted_is_named() -> None:
