@@ -66,7 +66,7 @@ TOKENS: dict[str, int] = {
     "tasks": 6959,
     "backends": 114512,
     "checkpoint": 49707,
-    "monitor": 31952,
+    "monitor": 32829,
     "track": 6575,
     "rank": 19346,
     "registry": 1497,

@@ -85,6 +85,10 @@ class Finding:
     """Further remark, in words."""
     load: Load | None = None
     """The uneven stage or tensor index, for Kind.PLAN."""
+    step_s: float = 0.0
+    """Seconds of each step that unequal work costs, for Kind.IMBALANCE."""
+    power: float | None = None
+    """Power of the reported work that time follows; 0 if it follows none, None if that work does not vary."""
     move: Move | None = None
     """Layers to move to even out the stages, if known."""
     has_named: bool = False

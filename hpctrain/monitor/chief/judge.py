@@ -65,6 +65,8 @@ class Measures:
     """[R] fraction of the window that the job would save without this rank's delay."""
     slow: NDArray[np.bool_]
     """[R] slow in this window."""
+    chance: float = 0.0
+    """Fraction by which a rank's median may differ by chance, because its steps differ."""
 
 
 class Judge:
@@ -111,10 +113,12 @@ class Judge:
         self.pauses.add(window, busy)
         own = self.baseline.growth(window, now.medians)
         slow, are_many = self.slow_ranks(now, own)
-        verdicts += self.ranks(now, slow, are_many) + self.pausing(window) + self.imbalance(now, busy)
+        verdicts += self.ranks(now, slow, are_many)
+        turns = self.turns(window, busy, slow | self.named()[window.ranks])
+        verdicts += self.pausing(window, turns >= self.rule.imbalance) + self.imbalance(now, busy, turns)
         verdicts += self.uneven_plan(now, slow | self.named()[window.ranks])
         if own is not None:
-            verdicts += self.change_of_all(window, own, slow | self.named()[window.ranks])
+            verdicts += self.change_of_all(now, own, slow | self.named()[window.ranks])
         self.baseline.learn(window, now.medians)
         return verdicts
 
@@ -125,7 +129,8 @@ class Judge:
         excess = np.minimum(raw, self.peers.excess(medians, ranks, past))
         z = self.peers.robust_z(medians, busy, ranks, past)
         slow = (excess >= self.rule.slow) & (z >= self.rule.z)
-        return Measures(window, medians, excess, slowness.cost_of_each(window.busy, window.wait), slow)
+        chance = slowness.chance_excess(busy, self.rule.z)
+        return Measures(window, medians, excess, slowness.cost_of_each(window.busy, window.wait), slow, chance)
 
     # --- ranks -------------------------------------------------------------------------------------------------------
 
@@ -137,7 +142,7 @@ class Judge:
             slow = slow & (~few | self.baseline.fell_behind(now.medians, own, self.rule.slow))
         many = slow.sum() > max(1, self.rule.many * size) and not self.is_one_host_that_changed(window, slow, own)
         levelled = self.peers.levelled(now.medians, window.ranks, self.baseline.busy)
-        if not few.all() and (group := self.slow_group(levelled, own)) is not None:
+        if not few.all() and (group := self.slow_group(levelled, own, now.chance)) is not None:
             many, slow = not self.is_one_host_that_changed(window, group, own), slow | group
         return slow, bool(many and not slow.all())
 
@@ -161,18 +166,18 @@ class Judge:
         """[N] ranks confirmed as slow or pausing."""
         return np.asarray(self.accused.confirmed | self.pausers.confirmed)
 
-    def slow_group(self, medians: Array, own: Array | None) -> NDArray[np.bool_] | None:
+    def slow_group(self, medians: Array, own: Array | None, chance: float) -> NDArray[np.bool_] | None:
         """[R] slow ranks, if they are numerous enough to distort the spread or even the median; otherwise None.
 
         Up to half of the ranks show as a gap between two groups; more than half, only against their own baseline.
         """
-        size = len(medians)
-        upper = slowness.upper_group(medians, self.rule.slow)
+        size, least = len(medians), max(self.rule.slow, chance)
+        upper = slowness.upper_group(medians, least)
         if self.rule.many * size < upper.sum() <= 0.5 * size:
             return upper
         if own is not None:
-            risen = own >= 1 + self.rule.slow
-            if 0.5 * size < risen.sum() < size and np.median(own[risen]) - np.median(own[~risen]) >= self.rule.slow:
+            risen = own >= 1 + least
+            if 0.5 * size < risen.sum() < size and np.median(own[risen]) - np.median(own[~risen]) >= least:
                 return risen
         return None
 
@@ -251,7 +256,7 @@ class Judge:
         return self.condition(
             Kind.UNEVEN,
             now.window,
-            bool(since_start[worst] >= 0.1 and now.excess[worst] >= 0.1),
+            bool(since_start[worst] >= 0.1 and now.excess[worst] >= max(0.1, now.chance)),
             bool(now.excess[worst] < self.rule.calm),
             ranks=(int(now.window.ranks[worst]),),
             cause=slowness.cause_of(now.window.typical[worst] - normal, normal),
@@ -274,8 +279,8 @@ class Judge:
 
     # --- pauses ------------------------------------------------------------------------------------------------------
 
-    def pausing(self, window: Window) -> list[Finding]:
-        """Findings about pauses of one rank, or of changing ranks."""
+    def pausing(self, window: Window, take_turns: bool) -> list[Finding]:
+        """Findings about pauses of one rank, or of changing ranks, unless those take turns because of their batches."""
         counts, cost = self.pauses.sums(RECENT)
         owners = self.pauses.owners(self.rule.pauses, self.rule.luck)
         normal = np.median(window.typical, axis=0)
@@ -297,29 +302,46 @@ class Judge:
         return verdicts + self.condition(
             Kind.ROTATING,
             window,
-            lost >= self.rule.rotating and not owners and int((counts > 0).sum()) > 1,
-            lost < 0.5 * self.rule.rotating or bool(owners),
+            lost >= self.rule.rotating and not (owners or take_turns) and int((counts > 0).sum()) > 1,
+            lost < 0.5 * self.rule.rotating or bool(owners) or take_turns,
             cause="gc" if everyone[GC] >= 0.5 * everyone[:GC].sum() > 0 else slowness.cause_of(everyone, normal),
             cost=lost,
         )
 
     # --- all ranks ---------------------------------------------------------------------------------------------------
 
-    def imbalance(self, now: Measures, busy: Array) -> list[Finding]:
-        """Finding about unequal work: tokens that vary from step to step, or a rank that always has more."""
+    def turns(self, window: Window, busy: Array, blamed: NDArray[np.bool_]) -> float:
+        """Fraction of the time lost because peers that are not blamed take turns at being slowest."""
+        if self.peers.by_own_past:
+            return 0.0
+        busy, wait = busy[~blamed], window.wait[~blamed]
+        groups = [group for group in self.peers.groups(window.ranks[~blamed]) if len(group) > 1]
+        return max((slowness.cost_of_turns(busy[group], wait[group]) for group in groups), default=0.0)
+
+    def imbalance(self, now: Measures, busy: Array, turns: float) -> list[Finding]:
+        """Finding about unequal work: it varies from step to step, reported or not, or a rank always has more."""
         window = now.window
         raw = self.peers.excess(np.median(window.busy, axis=1), window.ranks, self.baseline.busy)
-        loaded = (raw >= self.rule.slow) & (now.excess < self.rule.calm)
+        least = max(self.rule.slow, slowness.chance_excess(window.busy, self.rule.z))
+        loaded = (raw >= least) & (now.excess < self.rule.calm)
         lost = slowness.uneven_cost(window.busy, window.wait)
         left = slowness.uneven_cost(busy, window.wait)
         varying = lost >= self.rule.imbalance and left <= 0.5 * lost
+        explained = bool(loaded.any() or varying)
+        if varying and not loaded.any():
+            cost = slowness.cost_of_spread(window.busy, window.wait) - slowness.cost_of_spread(busy, window.wait)
+        else:
+            cost = max(lost - left, 0.0) if explained else turns
+        power = slowness.fit_work(window.busy, window.work)[0] if slowness.varies(window.work) else None
         return self.condition(
             Kind.IMBALANCE,
             window,
-            bool(loaded.any() or varying),
-            not loaded.any() and lost - left < 0.5 * self.rule.imbalance,
+            explained or turns >= self.rule.imbalance,
+            not explained and max(lost - left, turns) < 0.5 * self.rule.imbalance,
             ranks=tuple(window.ranks[loaded].tolist()),
-            cost=max(lost - left, 0.0),
+            cost=cost,
+            step_s=cost * slowness.step_seconds(window.busy, window.wait) / window.steps,
+            power=power if explained or power is None else 0.0,
         )
 
     def uneven_plan(self, now: Measures, blamed: NDArray[np.bool_]) -> list[Finding]:
@@ -345,14 +367,15 @@ class Judge:
             load=load,
         )
 
-    def change_of_all(self, window: Window, own: Array, blamed: NDArray[np.bool_]) -> list[Finding]:
+    def change_of_all(self, now: Measures, own: Array, blamed: NDArray[np.bool_]) -> list[Finding]:
         """Findings about a slower exchange, or about all ranks being slower than at the start.
 
         Ranks already blamed are left out: a global finding needs at least 80% of the others to be slower.
         """
         rest = own[~blamed] if not blamed.all() else np.ones(1)
-        growth = float(np.median(rest))
-        all_slower = bool((rest >= 1 + self.rule.calm).mean() >= 0.8 and growth >= 1 + self.rule.slow)
+        window, growth = now.window, float(np.median(rest))
+        least = max(self.rule.slow, now.chance / np.sqrt(len(rest)))
+        all_slower = bool((rest >= 1 + self.rule.calm).mean() >= 0.8 and growth >= 1 + least)
         verdicts = self.condition(
             Kind.GLOBAL,
             window,

@@ -71,6 +71,25 @@ def moves(verdict: Finding) -> str:
     return f"; move {move.layers} layer{'s' if move.layers > 1 else ''} from stage {move.begin} to stage {move.end}"
 
 
+def of_work(verdict: Finding) -> str:
+    """Says how ranks' work differs."""
+    if verdict.ranks:
+        return f"ranks have unequal work (most: {numbers(verdict.ranks)})"
+    if verdict.power:
+        return f"ranks have unequal work (time grows roughly as work^{verdict.power:g})"
+    return "ranks take turns at being slowest, as if their batches were unequal"
+
+
+def even_out(verdict: Finding) -> str:
+    """Says how to even out work that changes from step to step, or how to find out whether it does."""
+    if verdict.ranks:
+        return ""
+    if verdict.power:
+        return "; bucket samples by length, for example with LengthGroupedSampler"
+    told = "reported work does not explain it" if verdict.power == 0 else "report tokens as work to confirm it"
+    return f"; if samples differ in length, bucket them by length (LengthGroupedSampler); {told}"
+
+
 def no_rank(verdict: Finding) -> str:
     """Returns "no rank", or "no other rank" if some are already named."""
     return "no other rank" if verdict.has_named else "no rank"
@@ -95,8 +114,8 @@ BY_KIND = {
         f"pauses on changing ranks ({WORDS[v.cause]}) cost {v.cost:.0%} of the time: {no_rank(v)} to blame"
     ),
     Kind.IMBALANCE: lambda v: (
-        f"ranks have unequal work{f' (most: {numbers(v.ranks)})' if v.ranks else ''}, "
-        f"which costs {v.cost:.0%} of the time: {no_rank(v)} is slow"
+        f"{of_work(v)}, which costs {v.cost:.0%} of the time ({v.step_s:.2g} s per step): {no_rank(v)} is slow"
+        f"{even_out(v)}"
     ),
     Kind.PLAN: lambda v: (
         f"{of_plan(v)} takes {v.slowdown:.0%} longer than the other{'s' if v.load else ' ranks'} on every rank that "
