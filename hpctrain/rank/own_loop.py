@@ -58,7 +58,7 @@ def checkpoint_saved(step: int) -> None:
     """Reports that a checkpoint of this step is complete on disk, so that a restart repeats only later steps.
 
     Call it on rank 0, or on all ranks, after each save, and after loading a checkpoint with its step. ``status``,
-    ``watch`` and ``explain`` then show the step and how many steps a requeue would lose, and a job whose attempts
+    ``watch`` and ``explain`` then show the step and how many steps a failure would lose, and a job whose attempts
     save nothing new is not requeued again. Without a supervisor it does nothing.
 
     Args:

@@ -120,6 +120,7 @@ def test_every_command_of_the_landing_page(newcomer: Path) -> None:
     for words in commands(INDEX):
         code = None if "doctor" in " ".join(words) else 0  # doctor's code depends on this machine
         warm = "torch" if "run.yaml" in words else ""
+        words[1:1] = SHORTER.get(words[0], [])  # before a program
         assert hpctrain(*words, cwd=newcomer, timeout=250, code=code, warm=warm).output
     assert events(newcomer / "runs/sharded", "run_finished")[-1]["reason"] == "completed"
 

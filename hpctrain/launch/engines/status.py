@@ -216,7 +216,7 @@ def lines(statuses: Sequence[RunStatus]) -> list[str]:
         moves = not ended and status.state.word is not Word.UNKNOWN
         ahead = f"about {duration(made.left_s)} to go" if made.left_s is not None and moves else ""
         saved = f"checkpoint at {found.checkpoint_step}" if found.checkpoint_step is not None else ""
-        saved += f" (a requeue loses {steps} steps)" if moves and (steps := found.unsaved_steps) else ""
+        saved += f" (a failure loses {steps} steps)" if moves and (steps := found.unsaved_steps) else ""
         step = _step(made) if made.step is not None or not ended else ""
         begun = f"attempt {newest.number}" if newest else "no attempt yet"
         text.append("  " + _join([begun, newest.plan if newest else "", step, rate, ahead, saved]))
