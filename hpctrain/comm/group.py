@@ -244,6 +244,10 @@ class Group:
         """
         return Group(name, self.comm.Split(part, self.rank) if self.comm else None)
 
+    def split_by(self, name: str, part_of: Callable[[int], int]) -> Group:
+        """The same for a function of the rank that all ranks pass. Collective."""
+        return self.split(name, part_of(self.rank))
+
     def add(self, values: NDArray[Any], what: str = "add up arrays", timeout_s: float = TIMEOUT_S) -> None:
         """Replaces an array by its elementwise sum over the ranks, bitwise equal on all. Waits like ``meet``.
 

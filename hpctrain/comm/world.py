@@ -84,6 +84,10 @@ class World:
         """The first rank with this index in its data group; the others with this index see the same samples."""
         return data_rank * self.tensor.size
 
+    def nodes_of(self, group: Group, what: str = "find the nodes") -> list[int]:
+        """The node of each rank of a group. Collective."""
+        return group.allgather(self.node, what)
+
     def same(self, value: T, what: str = "agree on a value") -> T:
         """Rank 0's value on all ranks, for values that groups computed separately and that may differ in the last bit.
 
@@ -157,7 +161,7 @@ def in_grid(world: World, tensor: int, pipeline: int = 1) -> World:
             f"start a multiple of {tensor * pipeline} ranks, or set "
             f"{' and '.join(sizes_over_one(tensor, pipeline))} to 1",
         )
-    nodes = world.everyone.allgather(world.node, "find the nodes of the tensor groups")
+    nodes = world.nodes_of(world.everyone, "find the nodes of the tensor groups")
     for first in range(0, world.size, tensor):
         if len(set(nodes[first : first + tensor])) > 1:
             raise UserError(
@@ -166,13 +170,12 @@ def in_grid(world: World, tensor: int, pipeline: int = 1) -> World:
                 f"start a multiple of {tensor} ranks on each node, one node after the other (Slurm: "
                 "--distribution=block)",
             )
-    stage, place = divmod(world.rank, world.size // pipeline)
-    split = world.everyone.split
+    split, of_stage = world.everyone.split_by, world.size // pipeline
     return replace(
         world,
-        data=split("data", stage * tensor + world.rank % tensor),
-        tensor=split("tensor", world.rank // tensor) if tensor > 1 else world.tensor,
-        pipeline=split("pipeline", place) if pipeline > 1 else world.pipeline,
+        data=split("data", lambda rank: rank // of_stage * tensor + rank % tensor),
+        tensor=split("tensor", lambda rank: rank // tensor) if tensor > 1 else world.tensor,
+        pipeline=split("pipeline", lambda rank: rank % of_stage) if pipeline > 1 else world.pipeline,
     )
 
 

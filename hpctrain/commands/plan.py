@@ -87,8 +87,6 @@ def name_of(plan: ParallelLayout) -> str:
     return (str(grid) or f"data {plan.data}") + (f", shard {plan.shard}" if plan.shard != "none" else "")
 
 
-LARGEST_GROUP = 8
-"""Maximum ranks of a tensor group, unless the run file says how many a node has."""
 LARGEST_PIPELINE = 8
 """Maximum number of stages, unless the run file asks for more."""
 MOST_RANKS = 100_000
@@ -106,6 +104,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=num_bytes,
         metavar="SIZE",
         help="memory of a rank, such as 80G; exit code 64 if it does not suffice (default: from launch.slurm.memory)",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="build the plan of the run file for some of the ranks, without training, and find out what would fail",
     )
     parser.add_argument("--picture", metavar="FILE", help="draw the plans into this SVG file")
     parser.add_argument("--keep", action="store_true", help="keep the plans in the run folder, for hpctrain report")
@@ -137,6 +140,8 @@ def run(args: argparse.Namespace) -> int:
     config, _ = configured(args.run_file, args.overrides)
     memory = args.memory or memory_of(config.launch)
     program = program_bytes()
+    if args.check:
+        return check(config, args.ranks, program, memory, args.json)
     sizes = group_sizes(config, args.ranks)
     estimates, reasons = estimate_all(config, sizes, args.ranks)
     if not estimates:
@@ -176,6 +181,32 @@ def run(args: argparse.Namespace) -> int:
     raise UserError(what, f"write {fitting.plan.keys}: {quantities.size(fitting.total)}")
 
 
+def check(config: Config, ranks: int, program: int, memory: int | None, as_json: bool) -> int:
+    """Prints what some ranks would have; raises UserError if the run file's plan would fail on them."""
+    from hpctrain.rank import plan_check
+    from hpctrain.rank.trial import node_size
+
+    found = plan_check.check(config, ranks)
+    if as_json:
+        foreign_text.show(json.dumps([one.to_json() for one in found], indent=1))
+    else:
+        for one in found:
+            parts = (f"{name} {quantities.size(size)}" for name, size in one.memory.parts.items() if size)
+            foreign_text.show(
+                f"rank {one.rank}{one.place} on node {one.node}: {one.samples} samples, {', '.join(parts)}"
+            )
+        foreign_text.show(
+            f"these ranks can be built, on nodes of {node_size(config, ranks)} ranks; activations are not counted"
+        )
+    largest = max(found, key=lambda one: one.total)
+    if memory is not None and program + largest.total > memory:
+        what = f"rank {largest.rank} needs {quantities.size(program + largest.total)} without activations"
+        raise UserError(
+            f"{what}, and has {quantities.size(memory)}", "divide the model over more ranks, or choose another plan"
+        )
+    return ExitCode.DONE
+
+
 def memory_of(launch: LaunchConfig) -> int | None:
     """Memory per rank that a job requests, in bytes; None if it requests none, or if ranks train in GPU memory."""
     given = re.fullmatch(r"(\d+)([KMGT]?)(/cpu)?", launch.slurm.memory or "")
@@ -187,8 +218,10 @@ def memory_of(launch: LaunchConfig) -> int | None:
 
 def group_sizes(config: Config, ranks: int) -> list[int]:
     """Returns sizes of tensor groups that divide the ranks and fit within a node."""
+    from hpctrain.rank.trial import UNKNOWN_NODE
+
     node = config.launch.ranks_per_node or config.launch.slurm.gpus_per_node
-    limit = LARGEST_GROUP if node is None else node
+    limit = UNKNOWN_NODE if node is None else node
     whole = math.gcd(ranks, node or ranks)
     sizes = {size for size in range(1, min(limit, whole) + 1) if whole % size == 0}
     return sorted(sizes | {config.parallel.tensor} if whole % config.parallel.tensor == 0 else sizes)

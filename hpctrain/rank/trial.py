@@ -10,16 +10,14 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import psutil
-from numpy.typing import NDArray
 
 from hpctrain.backends.torch.strategies.memory_estimate import MemoryEstimate
 from hpctrain.checkpoint.initial import load_initial
 from hpctrain.checkpoint.initial_match import WeightSource
-from hpctrain.comm.group import TIMEOUT_S, Group
+from hpctrain.comm.imagined import Imagined
 from hpctrain.comm.world import World, alone
 from hpctrain.config.combinations import clash
 from hpctrain.config.features import Feature
@@ -105,21 +103,13 @@ ESTIMATED_SAMPLES = 8
 """Samples in the measured batch; activation memory is proportional to the batch size."""
 
 
-class Imagined(Group):
-    """A group without communication: acts as if all other ranks had the same values as this process."""
+UNKNOWN_NODE = 8
+"""Ranks on each node, if the run file does not say how many."""
 
-    def __init__(self, name: str, size: int) -> None:
-        super().__init__(name)
-        self.size = size
 
-    def allgather(self, value: Any, what: str = "", timeout_s: float = TIMEOUT_S) -> list[Any]:
-        return [value] * self.size
-
-    def gather(self, values: NDArray[Any], what: str = "", timeout_s: float = TIMEOUT_S) -> NDArray[Any]:
-        return np.stack([values] * self.size)
-
-    def add(self, values: NDArray[Any], what: str = "", timeout_s: float = TIMEOUT_S) -> None:
-        values *= self.size
+def node_size(config: Config, ranks: int) -> int:
+    """Returns the number of ranks on each node."""
+    return config.launch.ranks_per_node or config.launch.slurm.gpus_per_node or min(ranks, UNKNOWN_NODE)
 
 
 def program_bytes() -> int:
@@ -146,10 +136,10 @@ def made(config: Config, tensor: int, pipeline: int = 1) -> Iterator[Model]:
     """
     config = dataclasses.replace(
         config,
-        parallel=dataclasses.replace(config.parallel, tensor=tensor, pipeline=pipeline, shard="none"),
+        parallel=ParallelConfig(tensor=tensor, pipeline=pipeline),
         reduce=dataclasses.replace(config.reduce, kind="none", compression="none"),
     )
-    world = dataclasses.replace(alone(), tensor=Imagined("tensor", tensor))
+    world = dataclasses.replace(alone(), tensor=Imagined("tensor", range(tensor)))
     with foreign_errors(in_short):
         from hpctrain.backends.torch.torch_framework import TorchFramework
 
@@ -187,6 +177,7 @@ def estimate(
     with made(config, tensor) as model:
         state, whole = measured(model.framework, first_batch(model.problem, model.world, ESTIMATED_SAMPLES), ranks)
     data, accumulate = ranks // tensor, config.train.accumulate
+    rows = data if config.parallel.shard_within == "all" else min(data, max(node_size(config, ranks) // tensor, 1))
     shards: dict[str, MemoryEstimate] = {}
     stages: dict[int, MemoryEstimate] = {}
     reasons: dict[str, str] = {}
@@ -201,13 +192,13 @@ def estimate(
         try:
             uses = dataclasses.replace(config, parallel=ParallelConfig(tensor=tensor, shard=word)).features()
             is_asked = word == config.parallel.shard
-            plan = Estimated(framework, state, whole, uses, data, 1, accumulate, is_asked)
+            plan = Estimated(framework, state, whole, uses, data, rows, 1, accumulate, is_asked)
             if (found := estimates[feature](plan)) is not None:
                 shards[word] = found
         except UserError as error:
             reasons[word] = error.what
     for pipeline in pipelines:
-        plan = Estimated(framework, state, whole, {}, data // pipeline, pipeline, accumulate, False)
+        plan = Estimated(framework, state, whole, {}, data // pipeline, data, pipeline, accumulate, False)
         with suppress(UserError):
             stages[pipeline] = of_stages.estimate(plan)
     return dataclasses.replace(whole, stages=stages, shards=shards), reasons

@@ -41,6 +41,8 @@ class Compute:
     """Memory format of the model and of 4-dimensional arrays of a batch."""
     ahead: CopiesAhead | None = None
     """Copies batches ahead of their use; None for the CPU."""
+    allocates: bool = True
+    """Whether parameters on the meta device get memory; not if a process only builds what a rank would have."""
 
     def autocast(self, **options: bool) -> AbstractContextManager[Any]:
         """Context of forward passes."""

@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import Backend
 from hpctrain.backends.torch import accelerator
 from hpctrain.backends.torch.device import gpu_for_nccl
 from hpctrain.comm.group import TIMEOUT_S, Group
+from hpctrain.comm.imagined import Imagined
 from hpctrain.comm.world import World
 from hpctrain.errors import RunFailed, UserError
 from hpctrain.system.address import interface_of, interfaces, listen, meeting_address, routed_address
@@ -374,11 +375,13 @@ class DefaultGroup:
                 "the task has opened torch.distributed, which this parallel.shard opens itself",
                 "leave torch.distributed.init_process_group out of the task",
             )
-        self.word = word_of(device)
+        self.word, self.is_open = word_of(device), True
+        if isinstance(group, Imagined):
+            dist.init_process_group("fake", rank=group.rank, world_size=group.size)
+            return
         if self.word == "nccl":
             require_own_gpus(group, device)
         meeting = meet(group, "hpctrain", timeout_s)
-        self.is_open = True
         if self.word == "gloo":
             Backend.register_backend(GLOO, functools.partial(gloo, meeting.address), devices=["cpu"])
         problem = None

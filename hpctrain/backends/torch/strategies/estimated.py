@@ -36,6 +36,8 @@ class Estimated:
     """Features of the run file with this plan."""
     data: int
     """Number of data-parallel ranks."""
+    rows: int
+    """Those of them over which rows of parameters are divided."""
     pipeline: int
     """Number of pipeline stages."""
     micro_batches: int

@@ -112,8 +112,9 @@ def shard_groups(world: World, device: torch.device, by_node: bool) -> ShardGrou
     """
     data = world.data
     assert dist.group.WORLD is not None, "it is open"
-    nodes = data.allgather(world.node, "find the nodes")
-    members = [[rank for rank, node in enumerate(nodes) if node == one] for one in sorted(set(nodes))]
+    nodes = world.nodes_of(data)
+    copies = sorted(set(nodes))
+    members = [[rank for rank, node in enumerate(nodes) if node == one] for one in copies]
     if not by_node or len(members) == 1:
         return ShardGroups(data, data, 0, 1, DeviceMesh.from_group(dist.group.WORLD, device.type))
     sizes = sorted({len(ranks) for ranks in members})
@@ -124,8 +125,8 @@ def shard_groups(world: World, device: torch.device, by_node: bool) -> ShardGrou
             "start the same number of ranks, more than one, on each node; or leave parallel.shard_within out",
         )
     mesh = DeviceMesh(device.type, torch.tensor(members), mesh_dim_names=("copies", "rows"))
-    copy = next(number for number, ranks in enumerate(members) if data.rank in ranks)
-    return ShardGroups(data, data.split("rows", copy), copy, len(members), mesh)
+    rows = data.split_by("rows", lambda rank: copies.index(nodes[rank]))
+    return ShardGroups(data, rows, copies.index(world.node), len(members), mesh)
 
 
 class FullySharded(Partition):
@@ -248,7 +249,7 @@ def shard_model(
             mp_policy=policy_of(layer, None if layer in apart else low_precision),
             ignored_params=scalars,
         )
-    if any(parameter.is_meta for parameter in model.parameters()):
+    if compute.allocates and any(parameter.is_meta for parameter in model.parameters()):
         model._apply(lambda one: torch.zeros_like(one, device=compute.device) if one.is_meta else one)
     order = LayerOrder(layers, model, groups.data, waits=compute.device.type == "cpu")
     modules = sharded_modules(model)
@@ -576,13 +577,20 @@ def estimate_rows(model: Estimated, keeps: bool) -> MemoryEstimate:
     every = list(model.framework.model.parameters())
     total = sum(one.nbytes for one in every)
     held = sum(
-        part_of_rows(len(one), 0, model.data)[1] / len(one) * one.nbytes if one.ndim else one.nbytes for one in every
+        part_of_rows(len(one), 0, model.rows)[1] / len(one) * one.nbytes if one.ndim else one.nbytes for one in every
     )
-    layers = sorted(sum(one.nbytes for one in layer.parameters()) for layer in layers_of(model.framework.model))
-    at_a_time = total - sum(layers[:-2])
-    narrow = 1 if model.framework.parts.compute.low_precision is None else 2
-    unsummed = model.whole.gradients if model.micro_batches > 1 and not keeps else at_a_time // narrow
-    return in_rows(model.whole, held / max(total, 1), (total if keeps else at_a_time) // narrow, unsummed)
+    gathered, unsummed = at_a_time(model.framework.model, model.framework.parts.compute, model.micro_batches, keeps)
+    return in_rows(model.whole, held / max(total, 1), gathered, unsummed)
+
+
+def at_a_time(model: Module, compute: Compute, micro_batches: int, keeps: bool) -> tuple[int, int]:
+    """Bytes of parameters, and of gradients, that a rank has whole at a time; arguments as for ``in_rows``."""
+    total = sum(one.nbytes for one in model.parameters())
+    layers = sorted(sum(one.nbytes for one in layer.parameters()) for layer in layers_of(model))
+    narrow = 1 if compute.low_precision is None else 2
+    few = (total - sum(layers[:-2])) // narrow
+    trained = sum(one.numel() * max(one.itemsize, 4) for one in model.parameters() if one.requires_grad)
+    return total // narrow if keeps else few, trained if micro_batches > 1 and not keeps else few
 
 
 def in_rows(whole: MemoryEstimate, share: float, gathered: int, unsummed: int) -> MemoryEstimate:

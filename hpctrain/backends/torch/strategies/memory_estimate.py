@@ -52,6 +52,12 @@ class MemoryEstimate:
     copies: int = 0
     """Copies of weights in 16 bits that autocast makes and backward passes need; of all layers."""
 
+    @property
+    def parts(self) -> dict[str, int]:
+        """What a rank holds between passes, by kind."""
+        names = ("parameters", "gradients", "optimizer", "averages")
+        return {name: getattr(self, name) for name in names}
+
     def scaled(self, **shares: float) -> MemoryEstimate:
         """A copy with the named parts multiplied by these factors, rounded up."""
         return replace(self, **{name: math.ceil(getattr(self, name) * share) for name, share in shares.items()})

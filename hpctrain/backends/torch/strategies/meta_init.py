@@ -12,7 +12,7 @@ from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strat
 
 def planned(opening: Opening) -> Strategy | None:
     """The strategy that allocates parameters on the meta device, unless they are sharded by rows first."""
-    return None if opening.gathers else functools.partial(materialize, opening)
+    return None if opening.gathers or not opening.compute.allocates else functools.partial(materialize, opening)
 
 
 def materialize(opening: Opening, prepared: Prepared) -> Prepared:

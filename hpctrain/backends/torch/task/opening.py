@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -58,6 +59,7 @@ def open_torch(
     choice: ReducerChoice,
     open_exchange: OpenExchange = exchange_for,
     stage_choice: StageChoice = BY_PARAMETERS,
+    allocates: bool = True,
 ) -> TorchFramework:
     """Opens a framework whose model is on this rank's device and equal on all ranks. Collective.
 
@@ -69,6 +71,7 @@ def open_torch(
         choice: chooses the reducer.
         open_exchange: opens the exchange of tensors between ranks that hold parts of one model.
         stage_choice: how layers are distributed over pipeline stages.
+        allocates: see device.Compute.
 
     Raises:
         UserError: the task cannot be trained, the ranks' models differ, or the configured reducer cannot be used.
@@ -84,7 +87,7 @@ def open_torch(
     if train.threads is not None:  # a supervisor sets it in the environment, but mpirun does not
         torch.set_num_threads(train.threads)
     set_kernels(train)
-    compute = compute_of(train, device)
+    compute = dataclasses.replace(compute_of(train, device), allocates=allocates)
     opening = look_at(task, world, config, compute, clock, open_exchange, stage_choice)
     move(opening.model, device, compute.memory_format)
     strategies: list[Strategy] = [one for each in STRATEGIES if (one := each.planned(opening)) is not None]

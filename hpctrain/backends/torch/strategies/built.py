@@ -1,0 +1,40 @@
+"""A rank whose plan has been built, but which does not train: its memory, and the end of its process group."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from hpctrain.backends.torch.strategies.fully_sharded import FullySharded, at_a_time
+from hpctrain.backends.torch.strategies.memory_estimate import MemoryEstimate, TensorSize, of_state
+from hpctrain.backends.torch.torch_framework import TorchFramework
+
+
+def weighed(framework: TorchFramework, micro_batches: int) -> MemoryEstimate:
+    """Returns what a rank holds after an update, without activations; its optimizers make a step with zeros."""
+    optimizers = [part.optimizer for part in framework.source.optimizer_state.every]
+    for one in (one for each in optimizers for settings in each.param_groups for one in settings["params"]):
+        one.grad = torch.zeros_like(one) if one.requires_grad else None
+    for each in optimizers:
+        each.step()
+    found = of_state([TensorSize.of(one) for one in framework.state()], 0, framework.world.size)
+    partition = framework.parts.partition
+    if not isinstance(partition, FullySharded):
+        return found
+    gathered, unsummed = at_a_time(framework.model, framework.parts.compute, micro_batches, partition.keeps)
+    parameters, gradients = found.parameters + gathered, found.gradients + unsummed
+    return dataclasses.replace(found, parameters=parameters, gradients=gradients)
+
+
+@contextlib.contextmanager
+def closing_default_group() -> Iterator[None]:
+    """Closes ``torch.distributed`` after the body, if anything has opened it."""
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,161 @@
+"""``hpctrain plan --check``: some ranks of a large run are built in one process, and say what would fail."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+
+import pytest
+
+from hpctrain.cli import main
+from hpctrain.comm.imagined import Call, Calls, imagine
+from hpctrain.comm.world import in_grid
+from hpctrain.errors import UserError
+from hpctrain.rank.plan_check import RankPlan, check, ranks_to_check, require_same_calls
+from hpctrain.run.resolve_run import configured
+from tests.unit.backends.torch.test_plan import WHOLE
+
+RUN = """
+name: gpt
+task: tests.tasks.pipeline_tasks:gpt
+train: {steps: 3, global_batch: 256, accumulate: 2}
+"""
+OWN_TASK = """
+import numpy as np
+from torch import nn, optim
+from hpctrain import TorchTask
+
+def task(world):
+    model = nn.Linear(4, 1 + world.rank // 8)
+    data = {"x": np.zeros((64, 4), np.float32), "y": np.zeros((64, 1), np.float32)}
+    return TorchTask(model, "mse", optim.SGD(model.parameters(), lr=0.1), data)
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> str:
+    """A run file of a GPT."""
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN)
+    return str(path)
+
+
+def plans(run: str, ranks: int, words: str) -> list[RankPlan]:
+    """Checks a run file with these options."""
+    return check(configured(run, words.split())[0], ranks)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "found"),
+    [(128, 8, [0, 7, 120, 127]), (8, 8, [0, 7]), (1, 1, [0]), (10, 8, [0, 7, 8, 9]), (3, 1, [0, 2])],
+)
+def test_ends_of_the_first_and_of_the_last_node_are_checked(ranks: int, per_node: int, found: list[int]) -> None:
+    assert ranks_to_check(ranks, per_node) == found
+
+
+def test_an_imagined_rank_is_in_the_groups_of_a_real_one() -> None:
+    world = in_grid(imagine(13, 16, 8), tensor=2, pipeline=2)
+    groups = (world.data, world.tensor, world.pipeline, world.local)
+    assert [one.ranks for one in groups] == [(9, 11, 13, 15), (12, 13), (5, 13), tuple(range(8, 16))]  # type: ignore[attr-defined]
+    assert [one.rank for one in groups] == [2, 1, 1, 5]
+    assert (world.node, world.nodes, world.nodes_of(world.pipeline)) == (1, 2, [0, 1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "--parallel.shard optimizer",
+        "--parallel.shard gradients",
+        "--parallel.shard parameters --parallel.tensor 2",
+        "--parallel.pipeline 2 --parallel.tensor 2",
+    ],
+)
+def test_128_ranks_can_be_built_by_one_process(run: str, words: str) -> None:
+    found = plans(run, 128, words)
+    assert [(one.rank, one.node) for one in found] == [(0, 0), (7, 0), (120, 15), (127, 15)]
+    groups = 128 // (2 if "tensor" in words else 1) // (2 if "pipeline" in words else 1)
+    assert {one.samples for one in found} == {256 // groups}
+
+
+@pytest.mark.slow
+def test_a_check_agrees_with_the_table(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which has trained a step of the whole model."""
+    rows = ["--parallel.shard", "parameters"]
+    for words in ([], ["--parallel.tensor", "2"], rows, [*rows, "--parallel.shard_within", "node"]):
+        words = [*words, "--launch.ranks_per_node", "2"]
+        assert main(["plan", run, "-n", "4", "--json", *words]) == 0
+        table = json.loads(capsys.readouterr().out)["plans"]
+        plan = {
+            "tensor": 1 + ("--parallel.tensor" in words),
+            "shard": "parameters" if "parameters" in words else "none",
+        }
+        (row,) = (one for one in table if {**plan, "pipeline": 1}.items() <= one["plan"].items())
+        assert main(["plan", run, "-n", "4", "--check", "--json", *words]) == 0
+        first = json.loads(capsys.readouterr().out)[0]
+        for part in ("parameters", "gradients", "optimizer"):  # the table shares out bytes, a rank has whole rows
+            assert first[part] == pytest.approx(row[part], rel=0.02), (words, part)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "words", "said"),
+    [
+        (512, "", "train.global_batch is 256 but there are 512 ranks"),
+        (128, "--parallel.tensor 3", "128 ranks do not divide into groups of that size"),
+        (128, "--parallel.tensor 16", "ranks 0 to 15, which would share layers, are on different nodes"),
+        (128, "--parallel.tensor 8 --task tests.tasks.tensor_tasks:gpt", "4 heads"),
+        (128, "--parallel.pipeline 64", "layers"),
+        (12, "--parallel.shard parameters --parallel.shard_within node", "nodes have 4 or 8 of the ranks"),
+        (128, "--sync.kind local --sync.every_steps 2", "sync.kind: local"),
+    ],
+)
+def test_what_would_fail_on_the_ranks_fails_here(run: str, ranks: int, words: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        plans(run, ranks, words)
+
+
+@pytest.mark.slow
+def test_a_model_that_depends_on_the_rank_is_found(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN_TASK)
+    run = tmp_path / "run.yaml"
+    run.write_text(f"name: own\ntask: {tmp_path}/own.py:task\ntrain: {{steps: 1, global_batch: 64}}\n")
+    assert len(plans(str(run), 8, "")) == 2
+    with pytest.raises(UserError, match="the model of rank 8 differs from that of rank 0"):
+        plans(str(run), 16, "")
+
+
+@pytest.mark.slow
+def test_parameters_without_values_get_no_memory(tmp_path: Path) -> None:
+    run = tmp_path / "run.yaml"
+    keys = "task_args: {width: 16384, meta: true}\ncheckpoint: {init_from: none.safetensors}\n"
+    task = "task: tests.tasks.valueless_tasks:task\ntrain: {steps: 1, global_batch: 64}\n"
+    run.write_text(f"name: large\n{task}{keys}")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for shard in ("parameters", "none"):
+        found = plans(str(run), 8, f"--parallel.shard {shard}")
+        assert found[0].memory.parameters > (1 << 30), "one of 8 GiB, or all"
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 1 << 19, "KiB; a rank's rows alone have 1 GiB"
+
+
+def test_ranks_of_a_group_must_call_the_same() -> None:
+    def plan(rank: int, *calls: Call) -> RankPlan:
+        return RankPlan(rank, "", 0, 1, WHOLE, Calls([(call, None) for call in calls]))
+
+    models, sums = Call("world", (0, 1), "compare the models", ""), Call("world", (0, 1), "add", "float64[2]")
+    require_same_calls(plan(0, models, sums, Call("tensor", (0,), "add", "")), plan(1, models, sums))
+    for others, said in (((sums,), "compare the models, while rank 1 would add float64"), ((models,), "be done")):
+        with pytest.raises(UserError, match=said):
+            require_same_calls(plan(0, models, sums), plan(1, *others))
+
+
+@pytest.mark.slow
+def test_a_rank_that_has_too_little_memory_is_named(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", run, "-n", "16", "--check", "--memory", "64G", "--parallel.tensor", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "rank 8 (data 4, tensor 0) on node 1: 32 samples, parameters" in said and "nodes of 8 ranks" in said
+    assert main(["plan", run, "-n", "16", "--check", "--memory", "1M"]) == 64
+    assert "rank 0 needs" in capsys.readouterr().err
