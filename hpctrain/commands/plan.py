@@ -196,7 +196,7 @@ def check(config: Config, ranks: int, program: int, memory: int | None, as_json:
                 f"rank {one.rank}{one.place} on node {one.node}: {one.samples} samples, {', '.join(parts)}"
             )
         foreign_text.show(
-            f"these ranks can be built, on nodes of {node_size(config, ranks)} ranks; activations are not counted"
+            f"these ranks can be built, on nodes of {node_size(config, ranks)} ranks; the sizes are without activations"
         )
     largest = max(found, key=lambda one: one.total)
     if memory is not None and program + largest.total > memory:

@@ -64,7 +64,7 @@ TOKENS: dict[str, int] = {
     "reduce": 14907,
     "train": 14326,
     "tasks": 6959,
-    "backends": 114982,
+    "backends": 115034,
     "checkpoint": 49707,
     "monitor": 32829,
     "track": 6575,

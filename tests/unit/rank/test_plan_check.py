@@ -128,15 +128,26 @@ def test_a_model_that_depends_on_the_rank_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "sparse-adam"])
+def test_tables_are_shared_out(run: str, optimizer: str) -> None:
+    of_tables = f"--task tests.tasks.table_tasks:recommender --task_args.optimizer {optimizer} --parallel.shard"
+    whole, rows = (plans(run, 4, f"{of_tables} {shard}") for shard in ("none", "tables"))
+    for one, other in zip(whole, rows, strict=True):
+        assert one.memory.parameters > other.memory.parameters
+        assert one.memory.optimizer > other.memory.optimizer > other.memory.parameters, "two moments"
+
+
+@pytest.mark.slow
 def test_parameters_without_values_get_no_memory(tmp_path: Path) -> None:
     run = tmp_path / "run.yaml"
     keys = "task_args: {width: 16384, meta: true}\ncheckpoint: {init_from: none.safetensors}\n"
     task = "task: tests.tasks.valueless_tasks:task\ntrain: {steps: 1, global_batch: 64}\n"
     run.write_text(f"name: large\n{task}{keys}")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for shard in ("parameters", "none"):
-        found = plans(str(run), 8, f"--parallel.shard {shard}")
+    for words in ("--parallel.shard parameters", "--parallel.tensor 2", "--task_args.optimizer Adafactor"):
+        found = plans(str(run), 8, words)
         assert found[0].memory.parameters > (1 << 30), "one of 8 GiB, or all"
+        assert found[0].memory.optimizer, "state of the biases"
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 1 << 19, "KiB; a rank's rows alone have 1 GiB"
 

@@ -8,19 +8,24 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from torch.optim import SparseAdam
 
 from hpctrain.backends.torch.strategies.fully_sharded import FullySharded, at_a_time
 from hpctrain.backends.torch.strategies.memory_estimate import MemoryEstimate, TensorSize, of_state
+from hpctrain.backends.torch.strategies.parameter_traits import plain
 from hpctrain.backends.torch.torch_framework import TorchFramework
 
 
 def weighed(framework: TorchFramework, micro_batches: int) -> MemoryEstimate:
     """Returns what a rank holds after an update, without activations; its optimizers make a step with zeros."""
-    optimizers = [part.optimizer for part in framework.source.optimizer_state.every]
-    for one in (one for each in optimizers for settings in each.param_groups for one in settings["params"]):
-        one.grad = torch.zeros_like(one) if one.requires_grad else None
-    for each in optimizers:
-        each.step()
+    for each in plain(framework.source.optimizer_state.every):
+        layout = torch.sparse_coo if isinstance(each, SparseAdam) else torch.strided
+        updated = [one for settings in each.param_groups for one in settings["params"]]
+        for one in updated:
+            one.grad = torch.zeros_like(one, layout=layout) if one.requires_grad else None
+        # Without values, Adafactor fails in its update, when it has made its state.
+        with contextlib.suppress(*[RuntimeError for one in updated if one.is_meta][:1]):
+            each.step()
     found = of_state([TensorSize.of(one) for one in framework.state()], 0, framework.world.size)
     partition = framework.parts.partition
     if not isinstance(partition, FullySharded):
