@@ -71,7 +71,8 @@ build/torture/sweep: TESTS := HPCTRAIN_SWEEP_RANKS=4 tests/dist/test_sweep.py
 build/torture/ports: TESTS := HPCTRAIN_PORTS=all tests/dist/test_ports.py
 build/torture/grid: TESTS := HPCTRAIN_GRID_KILLS=all tests/dist/test_grid_kills.py
 build/torture/programs: TESTS := HPCTRAIN_FOREIGN=all $(addprefix tests/,dist/test_foreign_programs.py dist/test_migrate_page.py \
-	slurm/test_foreign_programs.py slurm/test_programs_at_limits.py dist/test_engines.py::test_programs_of_others_give_the_numbers_of_their_own_launchers_on_two_hosts)
+	slurm/test_foreign_programs.py slurm/test_programs_at_limits.py dist/test_recipes.py::test_a_llama_is_trained_in_full_and_by_an_adapter_and_exported \
+	dist/test_engines.py::test_programs_of_others_give_the_numbers_of_their_own_launchers_on_two_hosts)
 build/torture/intruders: TESTS := HPCTRAIN_INTRUDERS=4500 $(addprefix tests/unit/,monitor/test_door.py monitor/test_agents.py \
 	run/test_prepared_folder.py run/test_foreign_folder.py system/test_files.py)
 build/torture/intruders: AS_SOMEBODY := -m tests.support.somebody

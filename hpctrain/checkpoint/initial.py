@@ -17,7 +17,7 @@ from hpctrain.checkpoint.format.durable_files import is_absent, reading
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, converted
 from hpctrain.checkpoint.format.strict_json import JsonReader, parse_json
 from hpctrain.checkpoint.initial_match import Match, WeightSource, listed, of_stages, renamed, require_meant
-from hpctrain.checkpoint.lora import Weights
+from hpctrain.checkpoint.lora import Weights, without_adapters
 from hpctrain.checkpoint.mirror import locate
 from hpctrain.checkpoint.read_retry import patiently
 from hpctrain.checkpoint.reading import Loaded
@@ -78,6 +78,7 @@ def load_weights(
     for name, saved in framework.facts.other_names.items():  # an export has the names in ``state_dict``
         if name in old_names and saved and saved not in old_names:
             old_names[saved] = old_names.pop(name)
+    old_names = with_adapters(old_names, wanted)
     state = framework.state()
     present = PresentState(state)
     shapes = {name: weights.arrays.shape_of(old) for name, old in old_names.items()}
@@ -103,6 +104,19 @@ def load_weights(
     framework.host.synchronize()
     framework.load(DerivedArrays(places, fitting))
     return match
+
+
+def with_adapters(old_names: Mapping[str, str], wanted: Iterable[str]) -> dict[str, str]:
+    """Weights of a plain network under the names that they have in a model with adapters.
+
+    Args:
+        old_names: names in the source, by name.
+        wanted: names of the model.
+    """
+    plain = {name: bare for name in wanted if name not in old_names and (bare := without_adapters(name)) in old_names}
+    used = set(plain.values())
+    rest = {name: old for name, old in old_names.items() if name not in used}
+    return rest | {name: old_names[bare] for name, bare in plain.items()}
 
 
 def with_weights(path: str, use: Callable[[Weights], T], group: Group) -> T:

@@ -56,6 +56,11 @@ def under_names(arrays: SavedArrays, dtypes: Mapping[str, str], names: Mapping[s
     return Weights(DerivedArrays(places), {new: dtypes[old] for new, old in names.items()})
 
 
+def without_adapters(name: str) -> str:
+    """The name that a weight of a model with PyTorch adapters has in the plain network."""
+    return TRAINED_WHOLE.sub("", name.removeprefix(WRAPPER).replace(FROZEN, ".")).replace(REPLACED, ".")
+
+
 def merge_lora(weights: Mapping[str, NDArray[Any]], dtypes: Mapping[str, str], alpha: float) -> Weights:
     """Merge adapters, under the model's names without adapters: ``X.base_layer.weight`` becomes ``X.weight``.
 
@@ -80,11 +85,7 @@ def merge_lora(weights: Mapping[str, NDArray[Any]], dtypes: Mapping[str, str], a
     if left:
         fix = BY_HAND["/" in left[0]]
         raise UserError(f"{left[0]} is an adapter that is not merged here: only one LoRA of a linear layer is", fix)
-    names = {
-        TRAINED_WHOLE.sub("", name.removeprefix(WRAPPER).replace(FROZEN, ".")): name
-        for name in arrays
-        if name not in used and REPLACED not in name
-    }
+    names = {without_adapters(name): name for name in arrays if name not in used and REPLACED not in name}
     return under_names(MergedArrays(arrays, dtypes, adapters, alpha), dtypes, names)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import foreign_programs as foreign
 from tests.support.command import PROJECT, environment, events, hpctrain
 from tests.support.mpi import run_in_group
 
@@ -59,6 +60,19 @@ def test_a_table_is_packed_learnt_and_predicted(tmp_path: Path) -> None:
     here = carry_out("table", tmp_path)
     auc = evaluations(here / "runs/table", "auc")
     assert auc[-1] > auc[0] > 0.5 and (here / "predicted.h5").exists()
+
+
+if foreign.ALL:  # it needs env/foreign.txt
+
+    @pytest.mark.timeout(900)
+    def test_a_llama_is_trained_in_full_and_by_an_adapter_and_exported(tmp_path: Path) -> None:
+        """``compare.py`` fails unless logits are equal."""
+        here = carry_out("llama", tmp_path)
+        for run in (here / "runs/full", here / "runs/lora"):
+            first, last = evaluations(run)
+            assert last < first, "after it was resumed on one rank"
+        whole, adapter = (here / name for name in ("base/model.safetensors", "tuned/adapter_model.safetensors"))
+        assert adapter.stat().st_size < whole.stat().st_size / 3, "it has no frozen weight"
 
 
 def test_a_search_prunes_trials_and_ends_like_the_best(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ TOKENS: dict[str, int] = {
     "train": 14326,
     "tasks": 6959,
     "backends": 115034,
-    "checkpoint": 49707,
+    "checkpoint": 49846,
     "monitor": 32829,
     "track": 6575,
     "rank": 20200,

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from hpctrain.checkpoint import export, initial, safetensors
 from hpctrain.checkpoint.contents import trained_alone
-from hpctrain.checkpoint.initial import files_of, load_initial
+from hpctrain.checkpoint.initial import files_of, load_initial, with_adapters
 from hpctrain.checkpoint.initial_match import Match, WeightSource, renamed, require_meant
 from hpctrain.checkpoint.lora import merge_lora
 from hpctrain.checkpoint.store import CheckpointStore, open_saver
@@ -265,6 +265,28 @@ def test_an_adapter_is_exported_alone_and_merged(tmp_path: Path) -> None:
     again = make_framework(alone(), Adapted)
     match = load_initial(WeightSource(str(alone_file), missing=["norm.*", "layer.base_layer.*"]), again)
     assert torch.equal(again.model.layer.lora_B.weight, framework.model.layer.lora_B.weight) and len(match.taken) == 4
+
+
+def test_a_plain_network_has_the_weights_of_one_with_adapters(tmp_path: Path) -> None:
+    plain, path = Adapted(), tmp_path / "plain.safetensors"
+    plain.layer = nn.Linear(12, 4)
+    as_safetensors(plain.state_dict(), path)
+    framework = make_framework(alone(), Adapted)
+    match = load_initial(WeightSource(str(path), missing=["*.lora_*"]), framework)
+    assert match.missing == ("layer.lora_A.weight", "layer.lora_B.weight") and not match.unexpected
+    assert torch.equal(framework.model.layer.base_layer.weight, plain.layer.weight)
+
+
+def test_names_of_peft_are_found_under_those_of_the_plain_network() -> None:
+    wanted = {
+        "base_model.model.a.base_layer.weight": "a.weight",
+        "base_model.model.head.original_module.bias": "head.bias",
+        "base_model.model.head.modules_to_save.default.bias": "head.bias",
+        "b.weight": "b.weight",
+    }
+    source = {name: f"in the file: {name}" for name in ("a.weight", "head.bias", "b.weight", "c.weight")}
+    found = with_adapters(source, [*wanted, "base_model.model.a.lora_A.default.weight"])
+    assert found == {name: source[plain] for name, plain in wanted.items()} | {"c.weight": source["c.weight"]}
 
 
 def test_a_whole_model_has_nothing_frozen(tmp_path: Path) -> None:
