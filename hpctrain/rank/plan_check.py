@@ -56,10 +56,11 @@ class RankPlan:
         return {**place, **self.memory.parts, "total": self.total}
 
 
-def ranks_to_check(ranks: int, per_node: int) -> list[int]:
-    """Returns the first and the last rank of the first and of the last node."""
+def ranks_to_check(ranks: int, per_node: int, pipeline: int = 1) -> list[int]:
+    """Returns the first and the last rank of the first and of the last node, and the first of each pipeline stage."""
     first_of_last = (ranks - 1) // per_node * per_node
-    return sorted({0, min(per_node, ranks) - 1, first_of_last, ranks - 1})
+    stages = range(0, ranks, max(ranks // pipeline, 1))
+    return sorted({0, min(per_node, ranks) - 1, first_of_last, ranks - 1, *stages})
 
 
 def check(config: Config, ranks: int) -> list[RankPlan]:
@@ -68,7 +69,7 @@ def check(config: Config, ranks: int) -> list[RankPlan]:
         raise UserError("--check knows no ranks that train apart (sync.kind: local)", "leave --check out")
     per_node = node_size(config, ranks)
     found: list[RankPlan] = []
-    for rank in ranks_to_check(ranks, per_node):
+    for rank in ranks_to_check(ranks, per_node, config.parallel.pipeline):
         found.append(plan_of(config, imagine(rank, ranks, per_node, found[0].calls if found else None)))
         require_same_calls(found[0], found[-1])
     return found

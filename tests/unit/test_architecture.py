@@ -68,7 +68,7 @@ TOKENS: dict[str, int] = {
     "checkpoint": 49846,
     "monitor": 32829,
     "track": 6575,
-    "rank": 20200,
+    "rank": 20232,
     "registry": 1497,
     "launch": 56208,
     "report": 12869,

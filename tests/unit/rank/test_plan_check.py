@@ -54,6 +54,11 @@ def test_ends_of_the_first_and_of_the_last_node_are_checked(ranks: int, per_node
     assert ranks_to_check(ranks, per_node) == found
 
 
+def test_each_stage_is_checked() -> None:
+    assert ranks_to_check(16, 8, pipeline=4) == [0, 4, 7, 8, 12, 15]
+    assert ranks_to_check(2, 8, pipeline=4) == [0, 1], "too few for the grid, which says so"
+
+
 def test_an_imagined_rank_is_in_the_groups_of_a_real_one() -> None:
     world = in_grid(imagine(13, 16, 8), tensor=2, pipeline=2)
     groups = (world.data, world.tensor, world.pipeline, world.local)
@@ -75,7 +80,8 @@ def test_an_imagined_rank_is_in_the_groups_of_a_real_one() -> None:
 )
 def test_128_ranks_can_be_built_by_one_process(run: str, words: str) -> None:
     found = plans(run, 128, words)
-    assert [(one.rank, one.node) for one in found] == [(0, 0), (7, 0), (120, 15), (127, 15)]
+    second_stage = [(64, 8)] if "pipeline" in words else []
+    assert [(one.rank, one.node) for one in found] == [(0, 0), (7, 0), *second_stage, (120, 15), (127, 15)]
     groups = 128 // (2 if "tensor" in words else 1) // (2 if "pipeline" in words else 1)
     assert {one.samples for one in found} == {256 // groups}
 
