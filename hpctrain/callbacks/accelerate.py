@@ -47,11 +47,12 @@ class SaveOnStop:
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process and step not in older:
             partial.rename(whole)
-            for each in older:
-                shutil.rmtree(self.folder / f"step-{each}", ignore_errors=True)
+            cut_off = [f"partial-{one}" for one in self.steps("partial") if one < step]
+            for name in [*(f"step-{one}" for one in older), *cut_off]:
+                shutil.rmtree(self.folder / name, ignore_errors=True)
         checkpoint_saved(step)
 
-    def steps(self) -> list[int]:
-        """Returns the steps of complete checkpoints."""
-        names = [path.name.removeprefix("step-") for path in self.folder.glob("step-*")]
+    def steps(self, kind: str = "step") -> list[int]:
+        """Returns the steps of complete checkpoints, or of ``partial`` ones, whose save was cut off."""
+        names = [path.name.removeprefix(f"{kind}-") for path in self.folder.glob(f"{kind}-*")]
         return [int(name) for name in names if name.isdecimal()]

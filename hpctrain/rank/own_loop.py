@@ -130,9 +130,9 @@ class Supervised:
         return self.asked
 
     def listen(self) -> None:
-        """Installs the handlers; only the main thread can."""
-        self.listens = True
-        if threading.current_thread() is threading.main_thread():
+        """Installs the handlers; only the main thread can, so calls from others leave it to a later one."""
+        self.listens = threading.current_thread() is threading.main_thread()
+        if self.listens:
             for name in {os.environ.get(STOP_SIGNAL, "SIGTERM"), "SIGTERM", "SIGUSR1"}:
                 signal.signal(signal.Signals[name], self.note)
 

@@ -31,6 +31,8 @@ RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 """What reads the recorder of gloo (torch 2.8 and newer), and that of NCCL (builds that have it)."""
 SILENCE_S = 60.0
 """Longest silence until collectives are written; half as long as the monitor waits at least."""
+CLOSE_S = 5.0
+"""Longest wait for a file that is being written at the end."""
 
 
 def record(folder: Path) -> None:
@@ -77,9 +79,9 @@ class CollectiveWatch:
                 write_atomically(self.path, json.dumps(found).encode(), self.run_dir.path)
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the thread, unless a file server holds it: then it ends with the process."""
         self.over.set()
-        self.thread.join()
+        self.thread.join(CLOSE_S)
 
 
 def merged(dumps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

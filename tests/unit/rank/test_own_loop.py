@@ -8,11 +8,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import hpctrain
+from hpctrain.callbacks.accelerate import SaveOnStop
 from hpctrain.errors import UserError
 from hpctrain.rank import own_loop
 from hpctrain.rank.folder_group import place_of
@@ -57,6 +60,26 @@ def test_a_stop_signal_only_sets_a_flag(link: Callable[..., Supervised], number:
     assert not hpctrain.stop_requested()
     signal.raise_signal(number)
     assert hpctrain.stop_requested() and hpctrain.stop_requested()
+
+
+def test_a_first_call_from_another_thread_leaves_the_handlers_to_the_main_one(link: Callable[..., Supervised]) -> None:
+    made = link()
+    with ThreadPoolExecutor(1) as threads:
+        assert not threads.submit(hpctrain.stop_requested).result()
+    assert not made.listens and not hpctrain.stop_requested()
+    signal.raise_signal(signal.SIGTERM)
+    assert hpctrain.stop_requested()
+
+
+def test_a_save_with_accelerate_removes_the_one_before_and_what_a_kill_cut_off(tmp_path: Path) -> None:
+    def save_state(folder: str) -> None:
+        Path(folder).mkdir()
+
+    accelerator = SimpleNamespace(save_state=save_state, wait_for_everyone=lambda: None, is_main_process=True)
+    for name in ("step-3", "partial-4", "partial-9"):
+        (tmp_path / name).mkdir()
+    SaveOnStop(accelerator, str(tmp_path)).save(5)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-5", "partial-9"}, "9 may be under way"
 
 
 def test_a_stop_file_asks_too(link: Callable[..., Supervised]) -> None:
