@@ -2,16 +2,17 @@
 
 Features that share no row go together. Whoever knows which features a run uses calls ``refuse``: ``Config`` for the
 run file, ``rank.problem`` for the task, the frameworks for what only they can see.
-``python -m hpctrain.config.combinations`` prints the table of docs/combinations.md.
+``python -m hpctrain.config.combinations`` prints the tables of docs/combinations.md.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.config.features import TRAITS, Feature, Trait, Uses
+from hpctrain.config.features import PLANS, TRAITS, Feature, Trait, Uses
 from hpctrain.config.refusals import keras_tasks, plans, sums, torch_tasks, training
 from hpctrain.errors import UserError
 from hpctrain.system import foreign_text
@@ -28,11 +29,17 @@ class Row:
     fix: str
 
 
-TABLE = tuple(
-    Row(features, *texts)
-    for rows in (sums.ROWS, plans.ROWS, training.ROWS, torch_tasks.ROWS, keras_tasks.ROWS)
-    for features, texts in rows.items()
-)
+BY_SUBJECT = {
+    subject: tuple(Row(features, *texts) for features, texts in rows.items())
+    for subject, rows in {
+        "Gradient exchange, precision and local training": sums.ROWS,
+        "Parallel plans": plans.ROWS,
+        "Evaluation, schedules and data": training.ROWS,
+        "PyTorch tasks": torch_tasks.ROWS,
+        "Keras tasks": keras_tasks.ROWS,
+    }.items()
+}
+TABLE = tuple(itertools.chain.from_iterable(BY_SUBJECT.values()))
 """Of several rows that a run breaks, the first one is reported."""
 
 
@@ -85,17 +92,25 @@ def refuse(uses: Uses) -> None:
 
 
 def page() -> str:
-    """The table, in Markdown."""
-    lines = ["| feature | does not work with | instead |", "|---|---|---|"]
-    for first, *others, fix in sorted([*map(shown, row.features), escaped(row.fix)] for row in TABLE):
-        lines.append(f"| {first} | {', and '.join(others)} | {fix} |")
-    return "\n".join(lines) + "\n"
+    """A table for each subject, in Markdown."""
+    lines = []
+    for subject, rows in BY_SUBJECT.items():
+        lines += ["", f"## {subject}", "", "| feature | does not work with | instead |", "|---|---|---|"]
+        for first, *others, fix in sorted([*map(shown, row.features), escaped(row.fix)] for row in rows):
+            lines.append(f"| {first} | {', and '.join(others)} | {fix} |")
+    return "\n".join(lines[1:]) + "\n"
 
 
 def shown(feature: Feature | Trait) -> str:
     """As code, if it is a key of the run file; of a trait, all features that have it."""
     if isinstance(feature, Trait):
-        *most, last = [shown(one) for one, own in TRAITS.items() if feature in own]
+        having = [one for one, own in TRAITS.items() if feature in own]
+        named = (
+            ["any plan of `parallel`"]
+            if PLANS.keys() <= set(having)
+            else [shown(one) for one in having if one in PLANS]
+        )
+        *most, last = [*named, *(shown(one) for one in having if one not in PLANS)]
         return f"{', '.join(most)} or {last}" if most else last
     return f"`{feature}`" if is_key(feature) else escaped(feature)
 

@@ -64,7 +64,7 @@ def test_every_feature_is_in_a_row_and_is_reported_by_someone() -> None:
 
 def test_the_page_is_in_step() -> None:
     written = (PACKAGE.parent / "docs" / "combinations.md").read_text(encoding="utf-8")
-    assert page() in written, "python -m hpctrain.config.combinations prints the table"
+    assert page() in written, "python -m hpctrain.config.combinations prints the tables"
 
 
 SHARDED = "SHARD SHARD_GRADIENTS SHARD_PARAMETERS"
