@@ -57,7 +57,7 @@ permission."""
 TOKENS: dict[str, int] = {
     "errors": 779,
     "system": 12530,
-    "config": 12257,
+    "config": 12377,
     "comm": 6092,
     "run": 26031,
     "data": 49275,
