@@ -7,7 +7,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hpctrain.config.sections import CheckpointConfig, at_least
+from hpctrain.config.section import Range
+from hpctrain.config.sections import CheckpointConfig
 from hpctrain.errors import ExitCode
 from hpctrain.run.attempts import Attempt
 
@@ -121,8 +122,8 @@ class Retention:
     """The first checkpoint at or after each multiple of this is kept forever."""
 
     def __post_init__(self) -> None:
-        at_least("keep_last", self.last, 1)
-        at_least("keep_every_steps", self.every_steps, 1)
+        Range(least=1).check("keep_last", self.last)
+        Range(least=1).check("keep_every_steps", self.every_steps)
 
     def removable(self, steps: Collection[int], protected: Collection[int]) -> list[int]:
         """Steps to remove, oldest first.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from enum import StrEnum, auto
 from typing import Any
@@ -188,6 +189,24 @@ def values_of(key: str) -> dict[str, Feature]:
 
 Uses = Mapping[Feature, Any]
 """The features of a run, each with what a sentence says of it: a number, a name."""
+
+
+def stated_by(sections: Mapping[str, Any]) -> dict[Feature, Any]:
+    """Features that are keys of the run file, with their values; False for one of a value that the key does not have.
+
+    Args:
+        sections: by name.
+    """
+    found = {}
+    for feature in Feature:
+        key, _, word = feature.partition(": ")
+        name, *path = key.split(".")
+        if name in sections and path:
+            *inner, last = path
+            section = functools.reduce(getattr, inner, sections[name])
+            value = getattr(section, last)
+            found[feature] = value == word if word else value != getattr(type(section), last) and value
+    return found
 
 
 def used(given: Uses) -> dict[Feature, Any]:

@@ -57,7 +57,7 @@ permission."""
 TOKENS: dict[str, int] = {
     "errors": 779,
     "system": 12530,
-    "config": 12377,
+    "config": 12507,
     "comm": 6092,
     "run": 26031,
     "data": 49275,
@@ -65,7 +65,7 @@ TOKENS: dict[str, int] = {
     "train": 14326,
     "tasks": 6959,
     "backends": 115038,
-    "checkpoint": 49846,
+    "checkpoint": 49862,
     "monitor": 32829,
     "track": 6575,
     "rank": 20234,
