@@ -12,7 +12,7 @@ from benchmarks.gpu_proof.machine import device_of
 from benchmarks.gpu_proof.rows import Figures, Setting, Skipped, require
 from benchmarks.gpu_proof.runs import OF_WEIGHTS, StopAfter, different, furthest, run_file, saved, trained
 from hpctrain import Config
-from hpctrain.backends.torch.strategies.fully_sharded import REDUCES_UNUSED
+from hpctrain.backends.torch.strategies.fsdp.fsdp_strategy import REDUCES_UNUSED
 
 STEPS, BATCH, STOP_AT = 6, 8, 3
 IN_FLOAT64: dict[str, Any] = {"dtype": "float64"}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
+from hpctrain.checkpoint.initial_match import SHOWN
 from hpctrain.checkpoint.reading import NotUsed
 from hpctrain.run import events
 from hpctrain.system import foreign_text
@@ -55,4 +56,5 @@ def lines_about(event: events.Event) -> Iterator[str]:
         yield f"{len(event.taken)} weights were taken from {event.path}"
         for kind, names in (("missing", event.missing), ("unexpected", event.unexpected), ("reshaped", event.reshaped)):
             if names:
-                yield f"{kind}: {', '.join(names)}"
+                many = f"{len(names)} tensors, e.g. " if len(names) > SHOWN else ""
+                yield f"{kind}: {many}{', '.join(names[:3] if many else names)}"

@@ -28,12 +28,23 @@ class ParallelConfig(Section, key="parallel"):
     shard_within: Literal["all", "node"] = "all"
     """Ranks over which shard: parameters or gradients divides rows: all, or those of each node (HSDP). Each node then
     holds a copy of the model and gathers layers without the network, which carries sums of rows only."""
+    layers: tuple[str, ...] = ()
+    """Classes of the layers that shard: parameters or gradients gathers, such as LlamaDecoderLayer; by default the
+    members of lists and sequences, and blocks of one class."""
+    offload: bool = False
+    """Whether shard: parameters or gradients keeps rows, their gradients and optimizer state in host memory, and
+    updates them there (FSDP2's CPUOffloadPolicy): GPUs hold only what is gathered, and activations."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.shard_within == "node" and not self.gathers:
-            what = f"parallel.shard_within is node, and parallel.shard is {self.shard}"
-            raise WrongValue("parallel.shard_within", what, "leave it out, or set parallel.shard: parameters")
+        given = {
+            "shard_within": "node" if self.shard_within == "node" else "",
+            "layers": ", ".join(self.layers),
+            "offload": "true" if self.offload else "",
+        }
+        for name in (name for name, value in given.items() if value and not self.gathers):
+            what = f"parallel.{name} is {given[name]}, and parallel.shard is {self.shard}"
+            raise WrongValue(f"parallel.{name}", what, "leave it out, or set parallel.shard: parameters")
 
     @property
     def gathers(self) -> bool:

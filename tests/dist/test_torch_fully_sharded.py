@@ -35,7 +35,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return run
 
 
-@pytest.mark.parametrize("plan", ["two", "four", "recompute", "hybrid", "gradients", "gradients-hybrid", "nodes"])
+@pytest.mark.parametrize(
+    "plan", ["two", "four", "recompute", "hybrid", "gradients", "gradients-hybrid", "nodes", "offload"]
+)
 def test_numbers_are_those_of_one_process(results: Results, plan: str) -> None:
     """Parameters, averages and slots after 6 updates, with accumulation, clipping and weight decay by group."""
     found = results()["plans"][plan]

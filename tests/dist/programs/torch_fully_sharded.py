@@ -27,7 +27,8 @@ from torch.utils._pytree import tree_leaves
 from hpctrain import BaseHook, CheckpointStore, HpctrainError, StepResult, Training, UserError, fit, load_config
 from hpctrain.backends.torch.process_groups import DefaultGroup
 from hpctrain.backends.torch.strategies.exchange import Exchange, over_torch
-from hpctrain.backends.torch.strategies.fully_sharded import COMPARED_UPDATES, FullySharded
+from hpctrain.backends.torch.strategies.fsdp.layer_order import COMPARED_UPDATES
+from hpctrain.backends.torch.strategies.fsdp.sharded_model import FullySharded
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.verify import verify_checkpoint
 from hpctrain.cli import main as command
@@ -90,6 +91,7 @@ def plans(world: World, folder: Path) -> dict[str, Any]:
         ("hybrid", 4, HYBRID, {"recompute": ("blocks.*",)}),
         ("gradients", 4, GRADIENTS, {}),
         ("nodes", 4, ParallelConfig(shard="parameters", shard_within="node"), {}),
+        ("offload", 4, ParallelConfig(tensor=2, shard="parameters", offload=True, layers=("Block",)), {}),
         ("gradients-hybrid", 4, KEEPING, {"recompute": ("blocks.*",)}),
     ]
     chain = [(2, PARAMETERS), (4, WHOLE), (2, OPTIMIZER), (4, HYBRID), (2, GRADIENTS), (1, PARAMETERS)]

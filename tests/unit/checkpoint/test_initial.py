@@ -16,11 +16,13 @@ from hpctrain.checkpoint.contents import trained_alone
 from hpctrain.checkpoint.initial import files_of, load_initial, with_adapters
 from hpctrain.checkpoint.initial_match import Match, WeightSource, renamed, require_meant
 from hpctrain.checkpoint.lora import merge_lora
+from hpctrain.checkpoint.reporter import lines_about
 from hpctrain.checkpoint.store import CheckpointStore, open_saver
 from hpctrain.cli import main
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import alone
 from hpctrain.errors import UserError
+from hpctrain.run.events import InitialWeights
 from hpctrain.train.state import ArrayTensor
 
 torch = pytest.importorskip("torch")
@@ -451,3 +453,13 @@ def test_a_stage_may_have_none_of_the_weights_that_the_model_takes(tmp_path: Pat
         load_initial(
             WeightSource(str(path), missing=["head.*"]), head, OtherStage({"body.weight": [4, 4], "body.bias": [4]})
         )
+
+
+def test_a_line_names_few_weights_of_many() -> None:
+    """Adapters of a large model are hundreds; the event has all names."""
+    many = tuple(f"layers.{number}.lora_A" for number in range(128))
+    event = InitialWeights(step=0, path="base", taken=("a",), missing=many, unexpected=("b", "c"), reshaped=())
+    assert list(lines_about(event))[1:] == [
+        "missing: 128 tensors, e.g. layers.0.lora_A, layers.1.lora_A, layers.2.lora_A",
+        "unexpected: b, c",
+    ]

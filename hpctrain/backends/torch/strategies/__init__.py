@@ -1,9 +1,9 @@
 """How a model, its gradients and its optimizer are partitioned over ranks, one module for each strategy.
 
 ``strategy`` is the protocol, and replicates what no other strategy partitions; ``listed`` has them in
-order: ``tensor``, ``pipeline``, ``sharded_tables``, ``meta_init``, ``fully_sharded``, ``zero1`` and ``zero2``. Each has
-a function ``planned``, which ``task.opening`` calls; those in ``hpctrain plan`` also ``estimate`` memory from an
-``estimated`` model.
+order: ``tensor``, ``pipeline``, ``sharded_tables``, ``meta_init``, ``fsdp`` and ``zero1``. Each has a function
+``planned``, which ``task.opening`` calls; those in ``hpctrain plan`` also ``estimate`` memory from an ``estimated``
+model.
 
 ``partition`` is the part of a model that a rank has; ``parameter_traits`` finds out what optimizers allow, and gives
 them rows of parameters. ``row_shares`` assigns rows of parameters to ranks, and ``sharded_exchange`` sends gradients to

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.optim import SparseAdam
 
-from hpctrain.backends.torch.strategies.fully_sharded import FullySharded, at_a_time
+from hpctrain.backends.torch.strategies.fsdp.fsdp_memory import at_a_time
+from hpctrain.backends.torch.strategies.fsdp.sharded_model import FullySharded
 from hpctrain.backends.torch.strategies.memory_estimate import MemoryEstimate, TensorSize, of_state
 from hpctrain.backends.torch.strategies.parameter_traits import plain
 from hpctrain.backends.torch.torch_framework import TorchFramework

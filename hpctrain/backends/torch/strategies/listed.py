@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from hpctrain.backends.torch.strategies import (
-    fully_sharded,
     meta_init,
     sharded_tables,
     strategy,
     tensor,
     zero1,
-    zero2,
 )
 from hpctrain.backends.torch.strategies.estimated import Estimate
+from hpctrain.backends.torch.strategies.fsdp import fsdp_memory, fsdp_strategy
 from hpctrain.backends.torch.strategies.pipeline import pipeline_strategy
 from hpctrain.backends.torch.strategies.strategy import Planner
 from hpctrain.backends.torch.task import compiled, recompute
@@ -31,6 +31,10 @@ class Listed:
     """Its memory, for ``hpctrain plan``; every value of ``parallel.shard`` has one."""
 
 
+FSDP = [
+    Listed(functools.partial(fsdp_strategy.planned, feature), feature, functools.partial(fsdp_memory.estimate, feature))
+    for feature in (Feature.SHARD_PARAMETERS, Feature.SHARD_GRADIENTS)
+]
 STRATEGIES = (
     # cut layers
     Listed(tensor.planned),
@@ -41,8 +45,7 @@ STRATEGIES = (
     Listed(pipeline_strategy.planned),
     Listed(meta_init.planned),
     # partition updates
-    Listed(fully_sharded.planned, Feature.SHARD_PARAMETERS, fully_sharded.estimate),
+    *FSDP,
     Listed(zero1.planned, Feature.SHARD, zero1.estimate),
-    Listed(zero2.planned, Feature.SHARD_GRADIENTS, zero2.estimate),
     Listed(strategy.planned),
 )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from hpctrain.backends.torch.strategies.fully_sharded import layers_of
+from hpctrain.backends.torch.strategies.fsdp.layers import layers_of
 from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy, identity
 from hpctrain.backends.torch.task.recompute import named_layers
 from hpctrain.config.features import Feature
@@ -61,7 +61,7 @@ def own_layers(opening: Opening) -> list[Module]:
     as_whole = opening.world.data.size == 1 or train.compile_mode == "reduce-overhead"
     if as_whole and not recomputing and not opening.gathers:
         return []
-    return list(apart(recomputing, repeated(layers_of(model))))
+    return list(apart(recomputing, repeated(layers_of(model, opening.config.parallel.layers))))
 
 
 def repeated(layers: Sequence[Module]) -> list[Module]:

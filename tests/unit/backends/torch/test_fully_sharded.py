@@ -15,11 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hpctrain.backends.torch.device import Compute
 from hpctrain.backends.torch.process_groups import word_of
-from hpctrain.backends.torch.strategies import fully_sharded
-from hpctrain.backends.torch.strategies.fully_sharded import FullyShardedReducer, ShardGroups, layers_of, shard_model
+from hpctrain.backends.torch.strategies.fsdp import fsdp_strategy
+from hpctrain.backends.torch.strategies.fsdp.fsdp_reducer import FullyShardedReducer
+from hpctrain.backends.torch.strategies.fsdp.layers import layers_of
+from hpctrain.backends.torch.strategies.fsdp.sharded_model import ShardGroups, shard_model
 from hpctrain.backends.torch.strategies.partition import uncut
 from hpctrain.backends.torch.strategies.row_shares import part_of_rows
 from hpctrain.comm.group import Group
+from hpctrain.config.sections import ParallelConfig
 from hpctrain.errors import UserError
 from tests.tasks.tensor_tasks import Gpt
 
@@ -73,6 +76,15 @@ def test_a_block_is_gathered_as_a_whole() -> None:
     assert names_of(model) == ["stages.0.0", "stages.0.1", "heads.a"]
 
 
+def test_layers_are_those_of_named_classes() -> None:
+    model = Model(first=Block(), other=Unlisted(), head=nn.Linear(2, 2))
+    assert [type(layer) for layer in layers_of(model, ["Block", "Unlisted"])] == [Block, Unlisted]
+    assert len(layers_of(model, ["Linear"])) == 5
+    with pytest.raises(UserError, match="is of the class Blocks") as raised:
+        layers_of(model, ["Block", "Blocks"])
+    assert "Block, Linear, ModuleList, Unlisted" in raised.value.fix
+
+
 class Experts(nn.ModuleList):
     """A list by another name."""
 
@@ -83,9 +95,9 @@ def test_what_cannot_be_called_is_no_layer() -> None:
 
 
 def test_a_pytorch_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fully_sharded, "REDUCES_UNUSED", False)
+    monkeypatch.setattr(fsdp_strategy, "REDUCES_UNUSED", False)
     with pytest.raises(UserError, match=r"PyTorch 2\.13 or newer, and this is \d"):
-        fully_sharded.require_torch()
+        fsdp_strategy.require_torch()
 
 
 def test_layers_that_share_a_parameter_are_left_to_the_model() -> None:
@@ -123,12 +135,12 @@ def one_rank() -> Iterator[ShardGroups]:
 
 
 @pytest.mark.parametrize(
-    ("model", "keeps"), [(nn.Linear(2, 2), False), (nn.Sequential(nn.Linear(2, 2), nn.Tanh()), True)]
+    ("model", "shard"), [(nn.Linear(2, 2), "parameters"), (nn.Sequential(nn.Linear(2, 2), nn.Tanh()), "gradients")]
 )
-def test_updates_use_the_weights_of_their_begin(model: nn.Module, keeps: bool, one_rank: ShardGroups) -> None:
+def test_updates_use_the_weights_of_their_begin(model: nn.Module, shard: Any, one_rank: ShardGroups) -> None:
     """A hook may have called the model without a backward pass, and have changed the weights after that."""
     inputs = torch.ones(1, 2)
-    partition = shard_model(model, uncut(), one_rank, Compute(torch.device("cpu")), keeps)
+    partition = shard_model(model, uncut(), one_rank, Compute(torch.device("cpu")), ParallelConfig(shard=shard))
     ranks: Any = None  # it only closes them
     reducer = FullyShardedReducer("", partition, [], ranks)
     model(inputs)

@@ -50,7 +50,7 @@ def test_each_plan_leaves_a_rank_its_part() -> None:
 
 @pytest.mark.slow
 def test_sharded_parameters_leave_a_rank_its_rows_and_a_layer() -> None:
-    from hpctrain.backends.torch.strategies.fully_sharded import in_rows
+    from hpctrain.backends.torch.strategies.fsdp.fsdp_memory import in_rows
 
     model = dataclasses.replace(WHOLE, averages=100)
     for gathered, unsummed in ((30, 30), (30, 100), (100, 30)):

@@ -8,7 +8,7 @@ from torch import nn, optim
 from torch.nn import Parameter
 
 from hpctrain.backends.torch.state.optimizer import OptimizerPart, OptimizerState, Slots
-from hpctrain.backends.torch.strategies.fully_sharded import uncuttable
+from hpctrain.backends.torch.strategies.fsdp.fsdp_strategy import uncuttable
 from hpctrain.backends.torch.strategies.listed import STRATEGIES
 from hpctrain.backends.torch.strategies.parameter_traits import OwnRows, ParameterTraits, replace_parameters, traits_of
 from hpctrain.backends.torch.strategies.partition import Slices, uncut

@@ -1,0 +1,54 @@
+"""Memory of a model whose parameters are sharded by rows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch.nn import Module
+
+from hpctrain.backends.torch.device import Compute
+from hpctrain.backends.torch.strategies.estimated import Estimated
+from hpctrain.backends.torch.strategies.fsdp.fsdp_strategy import uncuttable
+from hpctrain.backends.torch.strategies.fsdp.layers import layers_of
+from hpctrain.backends.torch.strategies.memory_estimate import MemoryEstimate
+from hpctrain.backends.torch.strategies.row_shares import part_of_rows
+from hpctrain.config.features import Feature
+
+
+def estimate(feature: Feature, model: Estimated) -> MemoryEstimate:
+    """See estimated.Estimate."""
+    keeps = feature is Feature.SHARD_GRADIENTS
+    parts = model.framework.source.optimizer_state.every
+    whole_tensors = uncuttable(model.shares, parts, model.traits)
+    model.refuse({Feature.WHOLE_TENSORS: whole_tensors})
+    every = list(model.framework.model.parameters())
+    total = sum(one.nbytes for one in every)
+    held = sum(
+        part_of_rows(len(one), 0, model.rows)[1] / len(one) * one.nbytes if one.ndim else one.nbytes for one in every
+    )
+    gathered, unsummed = at_a_time(model.framework.model, model.framework.parts.compute, model.micro_batches, keeps)
+    return in_rows(model.whole, held / max(total, 1), gathered, unsummed)
+
+
+def at_a_time(model: Module, compute: Compute, micro_batches: int, keeps: bool) -> tuple[int, int]:
+    """Bytes of parameters, and of gradients, that a rank has whole at a time; arguments as for ``in_rows``."""
+    total = sum(one.nbytes for one in model.parameters())
+    layers = sorted(sum(one.nbytes for one in layer.parameters()) for layer in layers_of(model))
+    narrow = 1 if compute.low_precision is None else 2
+    few = (total - sum(layers[:-2])) // narrow
+    trained = sum(one.numel() * max(one.itemsize, 4) for one in model.parameters() if one.requires_grad)
+    return total // narrow if keeps else few, trained if micro_batches > 1 and not keeps else few
+
+
+def in_rows(whole: MemoryEstimate, share: float, gathered: int, unsummed: int) -> MemoryEstimate:
+    """The estimate for a model whose parameters are sharded.
+
+    Args:
+        whole: estimate without sharding.
+        share: largest fraction of the state that a rank has.
+        gathered: bytes of parameters that are gathered at a time: those outside layers, of one layer, and of the next.
+        unsummed: bytes of whole gradients: of as many layers, or of all until an update's last micro-batch.
+    """
+    rows = whole.scaled(parameters=share, gradients=share, optimizer=share, averages=share)
+    parameters, gradients = rows.parameters + gathered, rows.gradients + unsummed
+    return dataclasses.replace(rows, parameters=parameters, gradients=gradients, copies=0)

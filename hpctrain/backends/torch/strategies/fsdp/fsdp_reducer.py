@@ -1,0 +1,148 @@
+"""The sums of FSDP2 as a reducer: gradients are summed, and freed, in backward passes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from hpctrain.backends.torch.process_groups import DefaultGroup
+from hpctrain.backends.torch.reduce.reducer import Number, Reducer, fill_slots, read
+from hpctrain.backends.torch.strategies.fsdp.layer_order import COMPARED_UPDATES
+from hpctrain.backends.torch.strategies.fsdp.sharded_model import FullySharded, local_of
+from hpctrain.backends.torch.strategies.parameter_traits import refuse_late
+from hpctrain.backends.torch.strategies.partition import squares_of
+from hpctrain.comm.group import Group
+from hpctrain.comm.world import World
+from hpctrain.config.sections import ReduceConfig
+from hpctrain.errors import UserError
+from hpctrain.reduce.candidates import Candidate
+from hpctrain.reduce.flat_layout import SLOTS, SQUARE, ExchangeResult, read_slots
+
+
+class FullyShardedReducer(Reducer):
+    """See reduce.reducer.Reducer. FSDP2 has already summed gradients at the end of the last backward pass, except for
+    those of scalars, which it ignores: they are summed together with the loss.
+
+    Args:
+        name: name of the candidate.
+        partition: the model's partition.
+        optimizers: optimizers of its parameters.
+        ranks: the process group of ``torch.distributed``; closed with the reducer.
+        needs_norm: whether each update needs the gradient norm, which is then summed together with the loss, too.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        partition: FullySharded,
+        optimizers: Sequence[Optimizer],
+        ranks: DefaultGroup,
+        needs_norm: bool = False,
+    ) -> None:
+        self.name, self.partition, self.optimizers = name, partition, optimizers
+        self.ranks, self.needs_norm = ranks, needs_norm
+        self.square, self.updates = 0.0, 0
+        self.every = [one for one in partition.every if one.own.requires_grad]
+        self.known = {id(one.own) for one in partition.every}
+        self.memory = [(one, one.module.untyped_storage()) for one in partition.every]
+
+    def begin_pass(self, is_last: bool) -> None:
+        root, keeps = self.partition.modules[0], self.partition.keeps
+        if is_last and not keeps:
+            complete_sums(self.partition.modules)
+        root.set_is_last_backward(is_last or keeps)
+        root.set_requires_gradient_sync(is_last or keeps)
+
+    def begin(self) -> None:
+        self._require_memory()
+        self.updates += 1
+        if self.updates > COMPARED_UPDATES:
+            self.partition.order.close()
+        for module in self.partition.modules:
+            module.reshard()  # a pass without a backward pass has gathered weights that may have changed since
+        for one in self.every:
+            one.module.grad = one.own.grad = None
+
+    def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> ExchangeResult:
+        refuse_late(self.optimizers, lambda one: id(one) not in self.known, {})
+        for one in self.every:
+            gradient = one.module.grad
+            if gradient is None:
+                one.own.grad = torch.zeros_like(one.own) if one.module.requires_grad else None
+            elif one.rows is not None:
+                one.own.grad = local_of(gradient)
+        scalars = [one.own.grad for one in self.every if one.rows is None and one.own.grad is not None]
+        numbers: list[Number] = [0.0] * SLOTS
+        fill_slots(numbers, loss, weight)
+        if self.needs_norm:
+            rows = [one.own.grad for one in self.every if one.rows is not None and one.own.grad is not None]
+            numbers[SQUARE] = squares_of(rows).sum().to(self.partition.groups.mesh.device_type)
+        sums = np.array(read([*numbers, *scalars]))
+        self.partition.groups.data.add(sums, "add up their losses")
+        for scalar, summed in zip(scalars, sums[SLOTS:], strict=True):
+            scalar.fill_(summed)
+        self.square = float(sums[SQUARE]) / self.partition.groups.copies + float((sums[SLOTS:] ** 2).sum())
+        return read_slots(sums[:SLOTS].tolist())
+
+    def gradients(self) -> list[Tensor]:
+        return [one.own.grad for one in self.every if one.own.grad is not None]
+
+    def summed(self) -> list[tuple[str, Tensor]]:
+        """See Reducer; scalars, which all ranks have, count on the first rank of each copy only."""
+        every = [one for one in self.every if one.rows is not None or self.partition.updaters.rank == 0]
+        return [(one.name, one.own) for one in every]
+
+    def norm(self) -> float:
+        return math.sqrt(self.square)
+
+    def close(self) -> None:
+        self.ranks.close()
+
+    def _require_memory(self) -> None:
+        """Raises UserError if a parameter was moved to other memory, which DTensors do not notice."""
+        for one, before in self.memory:
+            if one.module.untyped_storage()._cdata != before._cdata:
+                raise UserError(
+                    f"the task has given {one.name} other memory (.data = ...), which has no effect where "
+                    "parallel.shard gathers layers",
+                    "change it in place, under torch.no_grad(), as clamp_ and copy_ do; or set "
+                    "parallel.shard: optimizer",
+                )
+
+
+def complete_sums(modules: Sequence[FSDPModule]) -> None:
+    """Before an update's last backward pass, gives zeros to parameters that no earlier one has used: FSDP2 has added up
+    gradients in 32 bits, and takes none of 16 bits with them."""
+    for group in (group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups):
+        sums = [one.unsharded_accumulated_grad for one in group.fsdp_params]
+        known = next((one for one in sums if one is not None), None)
+        for one, added in zip(group.fsdp_params, sums, strict=True):
+            if known is not None and added is None and one.sharded_param.requires_grad:
+                one.unsharded_accumulated_grad = known.new_zeros(one.sharded_param.shape)
+
+
+@dataclass(frozen=True)
+class FullyShardedReducers:
+    """The only reducer of a sharded model; see reducer_choice.Reducers."""
+
+    partition: FullySharded
+    optimizers: Sequence[Optimizer]
+    ranks: DefaultGroup
+    needs_norm: bool
+    """Whether each update needs the gradient norm."""
+    sparse: Sequence[Parameter] = ()
+    """Always empty: no gradient stays sparse."""
+
+    def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
+        return [Candidate("nccl" if self.ranks.word == "nccl" else "gloo", "sharded")]
+
+    def open(self, candidate: Candidate, group: Group) -> FullyShardedReducer:
+        return FullyShardedReducer(candidate.name, self.partition, self.optimizers, self.ranks, self.needs_norm)

@@ -1,0 +1,95 @@
+"""The strategy that shards all parameters, gradients and optimizer state by rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from hpctrain.backends.torch.process_groups import DefaultGroup
+from hpctrain.backends.torch.state.optimizer import OptimizerPart, Slots
+from hpctrain.backends.torch.strategies.fsdp.fsdp_reducer import FullyShardedReducers
+from hpctrain.backends.torch.strategies.fsdp.sharded_model import Held, shard_groups, shard_model
+from hpctrain.backends.torch.strategies.parameter_traits import OwnRows, ParameterTraits, plain, replace_parameters
+from hpctrain.backends.torch.strategies.row_shares import RowRange
+from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy, Updates, needs_norm
+from hpctrain.backends.torch.task.shares import ONLY, Share
+from hpctrain.config.combinations import refuse
+from hpctrain.config.features import Feature, used
+from hpctrain.errors import UserError
+
+REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+"""Whether this PyTorch can sum gradients of parameters that some ranks have not used; without that, ranks that used
+different parameters would sum gradients of different ones."""
+
+
+def require_torch() -> None:
+    """Raises UserError if this PyTorch is too old."""
+    if not REDUCES_UNUSED:
+        raise UserError(
+            f"parallel.shard: parameters and gradients need PyTorch 2.13 or newer, and this is {torch.__version__}",
+            "pip install 'torch>=2.13'; or set parallel.shard to optimizer",
+        )
+
+
+def planned(feature: Feature, opening: Opening) -> Strategy | None:
+    """The strategy, if the run shards parameters or, by another feature, gradients. Raises UserError if an optimizer
+    cannot be sharded."""
+    return functools.partial(shard, opening, opening.traits) if opening.divides(feature) else None
+
+
+def shard(opening: Opening, traits: ParameterTraits, prepared: Prepared) -> Prepared:
+    """Leaves this rank its rows of each parameter. Collective.
+
+    Args:
+        opening: the run.
+        traits: traits of the parameters.
+        prepared: the part of the model that this rank has.
+
+    Raises:
+        UserError: this PyTorch is too old, or optimizers or nodes cannot be divided.
+    """
+    require_torch()
+    model, world, config = opening.model, opening.world, opening.config.parallel
+    names = opening.names()
+    found = uncuttable(opening.shares(), opening.parts, traits)
+    refuse({**opening.features, **used({Feature.WHOLE_TENSORS: found})})
+    whole = list(model.parameters())
+    group = DefaultGroup(world.data, opening.compute.device)
+    groups = shard_groups(world, opening.compute.device, config.shard_within == "node")
+    partition = shard_model(model, prepared.partition, groups, opening.compute, config)
+    every = partition.every
+    mine = {id(before): own_rows(one, before) for one, before in zip(every, whole, strict=True) if one.rows}
+    for optimizer in opening.optimizers:
+        for settings in optimizer.param_groups:
+            replace_parameters(optimizer, settings, mine)
+    updates = Updates(
+        {ONLY: Share([(one.name, one.own) for one in every if one.own.requires_grad])},
+        {**names, **{id(one.own): one.name for one in every}},
+        Slots({id(one.own): one.rows for one in every if one.rows}),
+        {ONLY: FullyShardedReducers(partition, opening.optimizers, group, needs_norm(opening, partition))},
+    )
+    return dataclasses.replace(prepared, partition=partition, updates=updates)
+
+
+def own_rows(one: Held, whole: Tensor) -> OwnRows | None:
+    """What the optimizer gets in place of a whole parameter; None if this rank has no row of it."""
+    assert one.rows is not None and one.rows.rows is not None, "it is not a scalar"
+    begin, end = one.rows.rows.start, one.rows.rows.stop
+    return OwnRows(RowRange(0, 0, begin, end, len(whole)), one.own) if begin < end else None
+
+
+def uncuttable(shares: Mapping[str, Share], parts: Sequence[OptimizerPart], traits: ParameterTraits) -> str | None:
+    """Names the first parameter that cannot be split by rows, and its optimizer; None if all can be."""
+    names = {id(parameter): name for share in shares.values() for name, parameter in share.pairs}
+    for optimizer in plain(parts):
+        for one in (one for settings in optimizer.param_groups for one in settings["params"]):
+            if id(one) in names and not one.numel():
+                return f"{names[id(one)]} has no elements"
+            if id(one) in names and one.ndim and len(one) > 1 and id(one) not in traits.elementwise:
+                return f"{type(optimizer).__name__} does not update the rows of {names[id(one)]} by themselves"
+    return None
