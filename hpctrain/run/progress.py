@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TypeVar
 
+from hpctrain.errors import Code
 from hpctrain.run import events
 from hpctrain.run.time_account import Sums
 from hpctrain.system.json_shape import is_number
@@ -216,7 +217,7 @@ def warning(event: events.Event) -> str | None:
     if isinstance(event, (events.Hang, events.Recovered)):
         return event.text
     if isinstance(event, events.StopRequested):
-        return f"asked to stop by {event.by}"
+        return f"asked to stop {'before the time limit' if event.code == Code.TIME_LIMIT else f'by {event.by}'}"
     if isinstance(event, events.Resumed) and event.rejected:
         return f"the checkpoint of step {event.rejected[0].step} was not used: {event.rejected[0].reason}"
     return None

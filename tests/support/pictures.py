@@ -6,6 +6,7 @@ Takes minutes and needs an idle machine, because the images show measurements. N
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -25,9 +26,12 @@ from hpctrain.report.plots import heat_maps
 from hpctrain.run.run_view import RunView
 from hpctrain.watch import terminal
 from hpctrain.watch.terminal import WatchedRun
+from tests.slurm.cluster import two_nodes
+from tests.slurm.run import Run
 from tests.support import tutorial
-from tests.support.command import HPCTRAIN, environment, hpctrain, reaches_step, started, wait_for
+from tests.support.command import HPCTRAIN, environment, hpctrain
 
+ROOT = Path(__file__).parents[2]
 MOST_BYTES = 150_000
 """Largest size of an image."""
 SLOW = '''
@@ -77,24 +81,39 @@ def main(folder: Path) -> None:
 
 
 def watch(work: Path, picture: Path) -> None:
-    """Draw the live view of a run halfway; then stop the run, so that the report shows a resume."""
-    run = work / "runs" / "bearings"
-    words = ("run", "-n", 2, work / "bearings.yaml", "--run_dir", run)
-    with started(*words, cwd=work) as child:
-        wait_for("steps", reaches_step(run, 1500), 300)
+    """Draw the live view of a job of Slurm on two nodes, after it has reached two time limits of two minutes."""
+    hpctrain("data", "pack", ROOT / "docs", "--kind", "text", "--context", 128, "-o", work / "tokens.h5", cwd=work)
+    (work / "slurm").mkdir()
+    with two_nodes(work / "slurm") as cluster:
+        job = Run.write(
+            cluster,
+            work / "job",
+            name="gpt",
+            task=f"{ROOT}/examples/gpt.py:task",
+            task_args={"train": str(work / "tokens.h5"), "width": 256, "blocks": 6, "heads": 8, "kv_heads": 4},
+            train={"steps": 3000, "global_batch": 16, "clip_norm": 1.0},
+            schedule={"kind": "cosine", "warmup_steps": 100, "final_factor": 0.1},
+            checkpoint={"tiers": {"memory": {"every_steps": 50}}},
+            launch={"ranks_per_node": 1},
+            slurm={"time": "2"},
+        )
+        number = job.submit()
+        job.wait_for(lambda: (seen := job.watch())["requeues"] == 2 and (seen["limit_in_s"] or 120) < 60, 900)
+        os.environ["SLURM_CONF"] = cluster.environment["SLURM_CONF"]
         console = Console(record=True, width=92, force_terminal=True, color_system="truecolor", highlight=False)
-        terminal.print_once(WatchedRun(RunView(run)).look(whole=True), console)
-        hpctrain("stop", run)
-        child.wait(120)
-    drawing = console.export_svg(title="hpctrain watch runs/bearings")
+        terminal.print_once(WatchedRun(RunView(job.folder)).look(whole=True), console)
+        job.hpctrain("stop", job.folder)
+        job.wait(number, "FAILED", "COMPLETED")
+    drawing = console.export_svg(title="hpctrain watch runs/gpt")
     drawing = re.sub(r"@font-face \{.*?\}", "", drawing, flags=re.S)  # the image must not load fonts from the web
     picture.write_text(drawing, encoding="utf-8")
 
 
 def report(work: Path, picture: Path) -> None:
-    """Draw the upper part of the report of that run, resumed and completed."""
+    """Draw the upper part of the report of the tutorial's run, resumed and completed."""
     run = work / "runs" / "bearings"
-    hpctrain("run", "-n", 2, "bearings.yaml", "--run_dir", run, cwd=work, timeout=300)
+    for epochs in (20, 40):
+        hpctrain("run", "-n", 2, "bearings.yaml", "--run_dir", run, "--train.epochs", epochs, cwd=work, timeout=300)
     hpctrain("report", run)
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     assert browser, "chromium is needed"

@@ -59,7 +59,7 @@ TOKENS: dict[str, int] = {
     "system": 12530,
     "config": 12572,
     "comm": 6092,
-    "run": 26031,
+    "run": 26037,
     "data": 49275,
     "reduce": 14907,
     "train": 14326,

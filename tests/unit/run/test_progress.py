@@ -111,6 +111,14 @@ def test_a_hang_stands_until_a_step_is_made() -> None:
     assert made.hang is None
 
 
+@pytest.mark.parametrize(
+    ("code", "text"), [("time_limit", "asked to stop before the time limit"), ("stopped", "asked to stop by ada")]
+)
+def test_a_stop_for_the_time_limit_is_no_persons(code: str, text: str) -> None:
+    (warned,) = progress(event("stop_requested", 5, by="ada", code=code)).warnings
+    assert warned.text == text
+
+
 def test_warnings_are_the_newest() -> None:
     made = progress(
         *(event("checkpoint_failed", step, error=f"disk full {step}") for step in range(100)),
