@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +131,13 @@ def device_peak(dtype: tf.DType) -> float:
 
 
 class KerasProfiler:
-    """See train.watchers.Profiler. Writes ``<target>/plugins/profile/<time>/<host>.xplane.pb``."""
+    """See train.watchers.Profiler. Writes ``<target>/plugins/profile/<time>/<host>.xplane.pb``.
+
+    The exchange begins and ends within the step's graph, on any of TensorFlow's threads.
+    """
+
+    def __init__(self) -> None:
+        self.range = ExitStack()
 
     def start(self, target: Path) -> None:
         try:
@@ -140,7 +146,9 @@ class KerasProfiler:
             raise OSError(error.message) from error
 
     def show(self, name: str) -> None:
-        """Forward, backward and exchange are one graph, whose operations the profile names."""
+        self.range.close()
+        if name:
+            self.range.enter_context(tf.profiler.experimental.Trace(name))
 
     def stop(self) -> None:
         try:

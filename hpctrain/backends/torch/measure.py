@@ -16,7 +16,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
+from hpctrain.system import foreign_text
+
+try:
+    import torch
+except ModuleNotFoundError:  # in a job for Keras
+    foreign_text.show("PyTorch, which measures them, is not installed", sys.stderr)
+    sys.exit()
 
 from hpctrain.backends.torch import accelerator
 from hpctrain.backends.torch.performance import peak_per_s

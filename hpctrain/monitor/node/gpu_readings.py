@@ -1,13 +1,15 @@
-"""This job's GPUs as NVIDIA's management library (NVML) sees them: the only module that calls it. AMD's and Intel's
-are not read."""
+"""This job's GPUs as the vendors' management libraries see them, NVIDIA's NVML or AMD's SMI: the only module that calls
+them. Intel's GPUs are not read."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hpctrain.monitor.shared import place_of
@@ -19,7 +21,10 @@ REASONS = {
     0x80: "power brake",
 }
 """Reasons for lower clocks that are reported (nvmlClocksEventReasons); the power limit is a normal one."""
+UNCORRECTABLE = -1
+"""In place of an Xid: AMD's count of uncorrectable memory errors has grown."""
 BROKEN = {
+    UNCORRECTABLE: "uncorrectable memory error",
     48: "double-bit memory error",
     62: "internal controller halted",
     64: "memory row cannot be remapped",
@@ -41,7 +46,7 @@ class GpuReading:
     """One GPU at one time; None for what it does not report."""
 
     index: int
-    """NVML's number."""
+    """The library's number."""
     place: int
     """See ``monitor.shared.place_of``."""
     busy: float | None = None
@@ -55,12 +60,12 @@ class GpuReading:
     slowed: tuple[str, ...] = ()
     """Why its clocks are lowered, in words."""
     xids: tuple[int, ...] = ()
-    """Errors since the last reading."""
+    """Errors since the last reading, or UNCORRECTABLE."""
 
     @property
     def broken(self) -> str:
         """What is wrong with the hardware, in words; empty if nothing is known to be."""
-        return next((f"GPU {self.index}: {BROKEN[xid]} (Xid {xid})" for xid in self.xids if xid in BROKEN), "")
+        return next((f"GPU {self.index}: {named(xid)}" for xid in self.xids if xid in BROKEN), "")
 
 
 def remarks(gpus: Sequence[GpuReading]) -> Iterator[str]:
@@ -69,7 +74,12 @@ def remarks(gpus: Sequence[GpuReading]) -> Iterator[str]:
         if gpu.slowed:
             clocks = f" runs at {gpu.mhz:.0f} of {gpu.most_mhz:.0f} MHz" if gpu.mhz and gpu.most_mhz else ""
             yield f"GPU {gpu.index}{clocks or ' is slowed down'}: {', '.join(gpu.slowed)}"
-        yield from (f"GPU {gpu.index}: {BROKEN.get(xid, 'error')} (Xid {xid})" for xid in gpu.xids)
+        yield from (f"GPU {gpu.index}: {named(xid)}" for xid in gpu.xids)
+
+
+def named(xid: int) -> str:
+    """An error in words."""
+    return BROKEN.get(xid, "error") + (f" (Xid {xid})" if xid >= 0 else "")
 
 
 def own_gpus(count: int, environment: Mapping[str, str]) -> list[int]:
@@ -150,3 +160,66 @@ class Nvml:
             if getattr(error, "value", None) == GPU_IS_LOST and index not in self.lost:
                 self.lost.add(index)
                 yield 79
+
+
+class AmdSmi:
+    """Reads this job's GPUs by ROCm's Python package; none without the package, driver or GPU."""
+
+    def __init__(self) -> None:
+        self.gpus: list[tuple[int, Any, int]] = []
+        """Index, handle and place."""
+        self.uncorrectable: dict[int, float] = {}
+        """Memory errors at the last reading, by index."""
+        try:
+            import amdsmi  # type: ignore[import-not-found]
+
+            amdsmi.amdsmi_init()
+            handles = amdsmi.amdsmi_get_processor_handles()
+        except Exception:  # library, driver or device missing
+            return
+        self.smi = amdsmi
+        for index in own_gpus(len(handles), os.environ):
+            with suppress(amdsmi.AmdSmiException):  # not readable
+                self.gpus.append((index, handles[index], place_of(amdsmi.amdsmi_get_gpu_device_bdf(handles[index]))))
+        self.read()  # errors of before the run are not this run's
+
+    def read(self) -> tuple[GpuReading, ...]:
+        """Reads all GPUs."""
+        return tuple(self._read(*gpu) for gpu in self.gpus)
+
+    def _read(self, index: int, handle: Any, place: int) -> GpuReading:
+        of = partial(self._numbers, handle)
+        busy = of("gpu_activity", "gfx_activity")
+        ticks, microjoules = of("energy_count", "energy_accumulator", "power"), of("energy_count", "counter_resolution")
+        errors, before = self._memory_errors(handle), self.uncorrectable.get(index, math.inf)
+        self.uncorrectable[index] = before if errors is None else errors
+        return GpuReading(
+            index=index,
+            place=place,
+            busy=None if busy is None else busy / 100,
+            watts=of("power_info", "current_socket_power", "average_socket_power"),
+            joules=None if ticks is None or microjoules is None else ticks * microjoules * 1e-6,
+            mhz=of("clock_info", "clk", "cur_clk", given=[self.smi.AmdSmiClkType.GFX]),
+            most_mhz=of("clock_info", "max_clk", given=[self.smi.AmdSmiClkType.GFX]),
+            celsius=of(
+                "temp_metric", given=[self.smi.AmdSmiTemperatureType.HOTSPOT, self.smi.AmdSmiTemperatureMetric.CURRENT]
+            ),
+            xids=(UNCORRECTABLE,) if self.uncorrectable[index] > before else (),
+        )
+
+    def _memory_errors(self, handle: Any) -> float | None:
+        return self._numbers(handle, "gpu_total_ecc_count", "uncorrectable_count")
+
+    def _numbers(self, handle: Any, name: str, *keys: str, given: Sequence[Any] = ()) -> float | None:
+        """The first number among the keys, whose names differ between versions; what is unsupported is ``N/A``."""
+        with suppress(self.smi.AmdSmiException):
+            found = getattr(self.smi, f"amdsmi_get_{name}")(handle, *given)
+            values = [found.get(key) for key in keys] if keys else [found]
+            return next((float(value) for value in values if isinstance(value, int | float)), None)
+        return None
+
+
+def open_gpus() -> Nvml | AmdSmi:
+    """The library that sees GPUs here."""
+    nvml = Nvml()
+    return nvml if nvml.gpus else AmdSmi()

@@ -20,7 +20,7 @@ from hpctrain.monitor.chief.hang import ENDED, GONE, STOPPED
 from hpctrain.monitor.framing import Message
 from hpctrain.monitor.node import host as host_counters
 from hpctrain.monitor.node import stacks
-from hpctrain.monitor.node.gpu_readings import Nvml
+from hpctrain.monitor.node.gpu_readings import AmdSmi, Nvml, open_gpus
 from hpctrain.monitor.window import Window, condense
 from hpctrain.system import processes
 
@@ -73,9 +73,9 @@ class Node:
         """Descriptors that become readable when a rank dies, by PID; -1 if there is none."""
 
     @functools.cached_property
-    def nvml(self) -> Nvml:
+    def gpus(self) -> Nvml | AmdSmi:
         """Opened in the first reading, since it takes a while."""
-        return Nvml()
+        return open_gpus()
 
     def new_lives(self) -> list[int]:
         """Opens descriptors of ranks that joined since the last call; select on them to notice deaths at once."""
@@ -161,7 +161,7 @@ class Node:
         """Reads the host's counters and reports what stands out since the last reading."""
         pids = [int(head[shared.PID]) for head in heads if head[shared.STATE] != shared.JOINING]
         try:
-            before, self.reading = self.reading, host_counters.read(pids, now, self.nvml.read())
+            before, self.reading = self.reading, host_counters.read(pids, now, self.gpus.read())
         except OSError:  # out of descriptors: no evidence now
             return []
         if before is None:

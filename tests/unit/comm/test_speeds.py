@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import runpy
+import sys
 from typing import Any
 
 import pytest
@@ -92,3 +94,13 @@ def test_figures_survive_json_and_are_said() -> None:
         "matrix product": "250 to 253 TFLOP/s on each cuda",
     }
     assert bus_gb_per_s(10**9, 4, 1.0) == 1.5
+
+
+def test_without_pytorch_one_sentence_says_why_nothing_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "hpctrain.backends.torch.measure", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("hpctrain.backends.torch.measure", run_name="__main__")
+    assert (ended.value.code, capsys.readouterr().err) == (None, "PyTorch, which measures them, is not installed\n")

@@ -1,4 +1,4 @@
-"""GPUs by a made NVML."""
+"""GPUs by a made NVML and a made SMI of AMD."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from hpctrain.monitor.node.gpu_readings import GpuReading, Nvml, own_gpus, remarks
+from hpctrain.monitor.node.gpu_readings import GpuReading, Nvml, open_gpus, own_gpus, remarks
 from hpctrain.monitor.shared import place_of
 
 
@@ -92,7 +92,43 @@ def test_a_gpu_whose_clock_is_unknown_is_described_too() -> None:
 
 def test_without_nvml_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert Nvml().read() == ()
+    monkeypatch.setitem(sys.modules, "amdsmi", None)
+    assert open_gpus().read() == ()
+
+
+def test_amds_gpus_are_read_where_there_is_no_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of ROCm 6.2 and later; MI300s report no average power."""
+    wrong = {"uncorrectable_count": 2}
+
+    def unsupported(*given: int) -> dict[str, float]:
+        raise Unreadable("AMDSMI_STATUS_NOT_SUPPORTED")
+
+    smi = ModuleType("amdsmi")
+    vars(smi).update(
+        AmdSmiException=Unreadable,
+        AmdSmiClkType=SimpleNamespace(GFX=0),
+        AmdSmiTemperatureType=SimpleNamespace(HOTSPOT=1),
+        AmdSmiTemperatureMetric=SimpleNamespace(CURRENT=0),
+        amdsmi_init=lambda: None,
+        amdsmi_get_processor_handles=lambda: [10, 11],
+        amdsmi_get_gpu_device_bdf=lambda device: f"0000:{device:02x}:00.0",
+        amdsmi_get_gpu_activity=lambda device: {"gfx_activity": 98, "umc_activity": "N/A"},
+        amdsmi_get_power_info=lambda device: {"current_socket_power": 640, "average_socket_power": "N/A"},
+        amdsmi_get_energy_count=lambda device: {"energy_accumulator": 2_000_000, "counter_resolution": 15.3},
+        amdsmi_get_clock_info=lambda device, kind: {"clk": 900, "max_clk": 2100},
+        amdsmi_get_temp_metric=unsupported,
+        amdsmi_get_gpu_total_ecc_count=lambda device: wrong if device == 11 else unsupported(device),
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setitem(sys.modules, "amdsmi", smi)
+    gpus = open_gpus()
+    numbers = {"busy": 0.98, "watts": 640.0, "joules": pytest.approx(30.6), "mhz": 900.0, "most_mhz": 2100.0}
+    first, last = gpus.read()
+    assert first == GpuReading(0, place_of("0000:0a:00.0"), **numbers)
+    assert not last.broken, "errors of before the run"
+    wrong["uncorrectable_count"] = 3
+    assert [gpu.broken for gpu in gpus.read()] == ["", "GPU 1: uncorrectable memory error"]
+    assert [gpu.broken for gpu in gpus.read()] == ["", ""], "once"
 
 
 def test_a_programs_own_error_is_named_and_breaks_no_gpu() -> None:
