@@ -1,23 +1,22 @@
-"""Runs and watches one attempt: starts the launcher, forwards stop requests, makes all ranks end together."""
+"""Watches one attempt: forwards stop requests, makes all ranks end together, and finds out why they ended."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from hpctrain.errors import Code, HpctrainError, Replaced, RunFailed
 from hpctrain.launch import launcher_messages
-from hpctrain.launch.launcher_messages import Passing
+from hpctrain.launch.launcher_process import KILL_GRACE_S, LauncherProcess
 from hpctrain.launch.outage_retry import PAUSES_S, read_patiently
 from hpctrain.launch.postmortem import all_ended_well, complete, facts_of, lost, lost_node, missing_ranks, settled
 from hpctrain.run import last_words
@@ -33,12 +32,9 @@ from hpctrain.run.stop_request import StopRequest, request_stop, requested_stop
 from hpctrain.run.tail import Tail
 from hpctrain.run.verdict import RunVerdict, Stop, failed_with, replaced
 from hpctrain.system import processes
-from hpctrain.system.files import open_log
-from hpctrain.system.output import say, tell
+from hpctrain.system.output import say
 from hpctrain.system.signals import StopSignals, signal_name
 
-TICK_S = 0.05
-"""Seconds between two checks."""
 WORDS_EVERY_S = 1.0
 """Seconds between two reads of the ranks' last words, which may be on a shared file system."""
 LOOKING = 0.05
@@ -51,10 +47,6 @@ STOPPED_GRACE_S = 1.0
 """Seconds a launcher gets to end after all ranks stopped on request: a scheduler may take the nodes soon."""
 AFTER_STOP_S = 10.0
 """Seconds before a job's end that are kept for ending ranks and requeueing."""
-KILL_GRACE_S = 5.0
-"""Seconds between terminating a launcher and killing it; its descendants get as long after its end."""
-KILLED_GRACE_S = 1.0
-"""Seconds its descendants get after it was killed: tethers end ranks at once; a shell to a lost host never ends."""
 
 START_S = 600.0
 """Seconds from the launcher's start within which all ranks must start."""
@@ -66,8 +58,6 @@ NOT_CONNECTED = (
 )
 NODE_SILENCE_S = 0.5
 """Seconds that one node may stay silent, after all others have reported, before it is probed."""
-LAST_PUMP_S = 10.0
-"""Seconds that a slow terminal gets to take the rest of the ranks' output."""
 
 SEE_LOGS = "see the ranks' logs"
 PERSON_SIGNALS = (signal.SIGINT, signal.SIGHUP)
@@ -108,7 +98,7 @@ class Limits:
     """Seconds the ranks get to end after a stop request, renewed whenever their last checkpoint grows."""
     max_failures: int = 3
     """Consecutive failed attempts without a new checkpoint after which the run ends; 0: the first failure ends it."""
-    left_s: Callable[[], float] = lambda: float("inf")
+    left_s: Callable[[], float] = lambda: math.inf
     """Returns the seconds until the scheduler ends the job."""
     due: Callable[[Sequence[int]], int] = lambda received: next(iter(received), 0)
     """Returns the stop signal to obey, given those received; 0 if there is none."""
@@ -131,37 +121,43 @@ class WatchedAttempt:
     """Whether a signal number comes from a person rather than the scheduler."""
     first: int = 0
     """Number of this command's first attempt."""
-    process: subprocess.Popen[bytes] | None = None
-    passing: Passing | None = None
     failure: RunVerdict | None = None
     """Set when the supervisor itself ends the attempt."""
     standing: Standing = Standing.ENDED
     """How well ``failure`` explains the attempt's end."""
-    ended_at: float = float("inf")
+    ended_at: float = math.inf
     """Unix seconds at which the supervisor ended it; infinity if it did not."""
     gone: frozenset[int | None] = frozenset()
     """Ranks found dead at the last look before the supervisor ended the attempt."""
     stop: Stop | None = None
-    stop_deadline: float = float("inf")
+    stop_deadline: float = math.inf
     saved_bytes: int = 0
     """Size of the unfinished checkpoint when last checked after a stop request."""
-    kill_at: float = float("inf")
-    has_killed: bool = False
-    """Whether the supervisor killed the launcher."""
+    kill_at: float = math.inf
     suspicion: dict[str, float] = field(default_factory=dict)
     """When each condition that may be transient was first seen."""
-    words: WordReader | None = None
-    """Reads the ranks' last words; made at the first look."""
-    monitor: Tail | None = None
-    """Follows the monitor's events; made at the first look."""
     next_look: float = 0.0
-    shown_bytes: int = 0
+
+    @cached_property
+    def launcher(self) -> LauncherProcess:
+        """The launcher; started by ``run``."""
+        return LauncherProcess(self.launch.argv, self.run_dir, self.number, self.launch.parent, self.verbose)
+
+    @cached_property
+    def words(self) -> WordReader:
+        """Reads the ranks' last words."""
+        return WordReader(pieces(self.run_dir, self.number))
+
+    @cached_property
+    def monitor(self) -> Tail:
+        """Follows the monitor's events."""
+        return Tail(self.run_dir.monitor_events)
 
     def run(self) -> tuple[RunVerdict, list[LastWord]]:
         """Starts the ranks and watches them until all have ended; returns the verdict and the ranks' last words."""
         environment = {**os.environ, **self.launch.env, ATTEMPT: str(self.number), RUN_DIR: str(self.run_dir.path)}
         with processes.own_session(environment) as session:
-            self.watch_until_heard(session)
+            self.watch(session)
         self.take_stop_file(time.monotonic())  # ranks that saw it may have ended before the next look
         written = collect(self.run_dir, self.number)
         unborn = self.stop is not None and all(word.is_starting for word in written)
@@ -180,8 +176,7 @@ class WatchedAttempt:
 
     def concluded(self, written: Sequence[LastWord]) -> tuple[list[LastWord], RunVerdict | None]:
         """Returns the last words, completed for ranks that left none, and a verdict unless a rank's error gives it."""
-        text = self.launcher_text()
-        banner = self.passing.text if self.passing is not None else ""  # MPICH reports deaths on its standard output
+        text, banner = self.launcher.messages, self.launcher.banner
         cause = settled(lambda: self.facts(written, text, banner))
         words, log = complete(written, cause), self.run_dir.log("launcher", self.number)
         if isinstance(cause, Found):
@@ -196,7 +191,7 @@ class WatchedAttempt:
         if (node := lost_node(written, text, banner, self.launch.hosts)) is not None:
             found.append(Found(Standing.NODE, node))
         reported = any(death.standing is not Standing.VICTIM for death in launcher_messages.deaths(text + banner))
-        if self.launcher_signal and not reported:
+        if self.launcher.signal and self.ended_at == math.inf and not reported:
             found.append(Found(Standing.LAUNCHER, self.launcher_death(written)))
         if self.failure is not None:
             found.append(Found(self.standing, self.failure))
@@ -210,21 +205,15 @@ class WatchedAttempt:
 
     def launcher_death(self, words: Sequence[LastWord]) -> RunVerdict:
         """Returns the verdict on a killed launcher; ranks that still ran died with it, without a last word."""
-        how = f"was killed by {signal_name(self.launcher_signal)}"
-        alone = next((word for word in words if self.process is not None and word.pid == self.process.pid), None)
-        if alone is not None:  # without a launcher
+        how = f"was killed by {signal_name(self.launcher.signal)}"
+        process = self.launcher.process
+        if alone := next((word for word in words if process and word.pid == process.pid), None):  # without a launcher
             what = f"rank {alone.rank} on {alone.host} {how}"
             return failed_with(Code.KILLED, what, SEE_LOGS, alone.rank, alone.host)
         name, ranks = Path(self.launch.argv[0]).name, self.launch.ranks
         fell = ranks - sum(word.ending in GOOD_ENDINGS for word in words)
         which = "all" if fell == ranks else f"{fell} of {ranks}"
         return failed_with(Code.KILLED, f"{name} {how}, and {which} ranks with it", SEE_LOGS)
-
-    @property
-    def launcher_signal(self) -> int:
-        """Signal that killed the launcher, if the supervisor did not end the attempt; else 0."""
-        code = self.process.returncode if self.process is not None and self.ended_at == float("inf") else 0
-        return max(0, -(code or 0))
 
     def counts(self, attempt: Attempt) -> bool:
         """Whether an attempt, up to this one, is of the same command or job: failures of others use up no tries."""
@@ -237,80 +226,47 @@ class WatchedAttempt:
         newest = self.run_dir.newest_checkpoint_step()
         return [*attempts[:-1], *(dataclasses.replace(each, to_step=newest) for each in attempts[-1:])]
 
-    def watch_until_heard(self, environment: Mapping[str, str]) -> None:
+    def watch(self, environment: Mapping[str, str]) -> None:
         """Runs the launcher; runs it again if it started nothing because the scheduler's controller was down."""
-        self.watch(environment)
+        self.launcher.run(environment, self.tick)
         for pause_s in PAUSES_S:
-            if self.failure or collect(self.run_dir, self.number) or not self.launch.unheard(self.launcher_text()):
+            said = self.launcher.messages
+            if self.failure or collect(self.run_dir, self.number) or not self.launch.unheard(said):
                 return
-            said = " ".join(self.launcher_text().split())[:300]
-            say(f"no rank was started ({said}); starting them again in {pause_s:.0f} s")
+            say(f"no rank was started ({' '.join(said.split())[:300]}); starting them again in {pause_s:.0f} s")
             if not self.waits(pause_s):
                 return
-            self.watch(environment)
+            self.suspicion.clear()
+            self.launcher.run(environment, self.tick)
 
     def waits(self, pause_s: float) -> bool:
         """Waits between two starts; False if the attempt must end (stop request, or lock lost)."""
         end = time.monotonic() + pause_s
         while (now := time.monotonic()) < end:
-            try:
-                self.lock.beat()
-            except Replaced as error:
-                self.failure = replaced(error)
-            self.take_signals(now)
+            self.listen(now)
             self.take_stop_file(now)
             if self.failure is not None or self.stop is not None:
                 return False
             time.sleep(min(WORDS_EVERY_S, end - now))
         return True
 
-    def watch(self, environment: Mapping[str, str]) -> None:
-        """Runs the launcher to its end. Its exit code is ignored, since launchers lose those of ranks."""
-        log = self.open_log()
-        self.suspicion.clear()
-        others = processes.descendants()  # children of the shell that this process replaced by exec
-        processes.adopt_orphans()
-        with log:
-            self.process = subprocess.Popen(
-                list(self.launch.argv),
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,  # a terminal's Ctrl-C reaches the supervisor alone
-                # On SIGTERM mpirun and srun end their ranks. A preexec_fn is safe: this process has one thread.
-                preexec_fn=lambda: processes.die_with_parent(signal.SIGTERM),  # noqa: PLW1509
-            )
-        assert self.process.stdout is not None
-        self.passing = Passing(self.process.stdout, sys.stdout.fileno())
-        try:
-            while self.process.poll() is None:
-                self.tick(time.monotonic())
-                time.sleep(TICK_S)
-        finally:
-            if self.process.poll() is None:
-                self.process.kill()
-                self.process.wait()
-            patience_s = KILLED_GRACE_S if self.has_killed else KILL_GRACE_S
-            processes.end_descendants(patience_s, others, self.launch.parent)
-            self.passing.pump(LAST_PUMP_S)
-            self.process.stdout.close()
-            self.show_launcher_text()
-
-    def tick(self, now: float) -> None:
-        """Checks signals, the STOP file, the ranks and the clock."""
+    def listen(self, now: float) -> None:
+        """Gives a sign of life, and handles signals."""
         try:
             self.lock.beat()
         except Replaced as error:
             self.end(now, replaced(error))
-        if self.passing is not None:
-            self.passing.pump()
         self.take_signals(now)
+
+    def tick(self, now: float) -> None:
+        """Checks signals, the STOP file, the ranks and the clock."""
+        self.launcher.forward_output()
+        self.listen(now)
         if now >= self.next_look:
             self.take_stop_file(now)
             self.look_at_ranks(now)
             self.look_at_save(now)
-            self.show_launcher_text()
+            self.launcher.show_messages()
             spent = time.monotonic() - now  # thousands of small files on a shared file system are slow to read
             self.next_look = now + max(WORDS_EVERY_S, spent / LOOKING)
         if now >= self.stop_deadline:
@@ -318,10 +274,11 @@ class WatchedAttempt:
             what = f"the ranks did not stop within {grace} of the request or of saving more, or before the time limit"
             fix = "raise launch.stop_grace_s; before a time limit, launch.slurm.signal_s"
             self.end(now, failed_with(Code.STOP, what, fix))
-            self.stop_deadline = float("inf")
+            self.stop_deadline = math.inf
         if now >= self.kill_at:
-            self.kill_at = float("inf")
-            self.kill()
+            self.kill_at = math.inf
+            self.ended_at = min(self.ended_at, time.time())
+            self.launcher.kill()
 
     def take_signals(self, now: float) -> None:
         """Handles signals: the first asks the ranks to stop, a later Ctrl-C ends them at once.
@@ -361,15 +318,13 @@ class WatchedAttempt:
         """Ends the attempt if a rank failed, died or finished, but the launcher keeps running."""
         if self.failure is not None:
             return
-        if self.words is None:
-            self.words = WordReader(pieces(self.run_dir, self.number))
         words = self.words.look()
         if self.stop is not None and all(word.is_starting for word in words):  # others see the request themselves
             self.suspect("unborn", now, FAILURE_GRACE_S, None)
         self.look_at_start(now, words)
         self.look_at_nodes(now, words)
         gone = [word for word in words if word.ending is Ending.RUNNING and not self.lives(word)]
-        if self.ended_at == float("inf"):
+        if self.ended_at == math.inf:
             self.gone = frozenset(word.rank for word in gone)
         if gone:
             what = f"rank {gone[0].rank} on {gone[0].host} (process {gone[0].pid}) died"
@@ -382,8 +337,11 @@ class WatchedAttempt:
             late = sorted(set(range(self.launch.ranks)) - {word.rank for word in ended})
             what = f"rank {ended[0].rank} ended {END_GRACE_S:.0f} s ago but ranks {late[:8]} did not"
             self.suspect("left", now, END_GRACE_S, failed_with(Code.HANG, what, SEE_LOGS))
-        if len(ended) == self.launch.ranks:
-            self.end_launcher(now, STOPPED_GRACE_S if self.stop is not None else END_GRACE_S)
+        # MPI and Slurm's step may need long to end after all ranks have left their last word.
+        if len(ended) == self.launch.ranks and self.lasted_s("over", now) > (
+            STOPPED_GRACE_S if self.stop is not None else END_GRACE_S
+        ):
+            self.kill_at = min(self.kill_at, now)
 
     def look_at_start(self, now: float, words: Sequence[LastWord]) -> None:
         """Ends an attempt whose ranks do not start, or that MPI does not connect: neither need ever end by itself."""
@@ -404,8 +362,8 @@ class WatchedAttempt:
             self.end(now, lost([rank for rank, other in hosts.items() if other == gone], gone, by_slurm=False))
             self.kill_at = now if gone in cut_off else self.kill_at  # mpirun would wait for that host
             return
-        silent = launcher_messages.silent_hosts(self.launcher_text(), hosts)
-        if not silent or now - self.suspicion.setdefault(f"silent {sorted(silent)}", now) < NODE_SILENCE_S:
+        silent = launcher_messages.silent_hosts(self.launcher.messages, hosts)
+        if not silent or self.lasted_s(f"silent {sorted(silent)}", now) < NODE_SILENCE_S:
             return
         if unreached := self.launch.unreached(silent):
             self.end(now, lost([rank for rank, other in hosts.items() if other in unreached], min(unreached)))
@@ -413,7 +371,6 @@ class WatchedAttempt:
 
     def cut_off(self) -> set[str | None]:
         """Returns hosts that the monitor newly reports as unreachable and that the run can do without."""
-        self.monitor = self.monitor or Tail(self.run_dir.monitor_events)
         try:
             events = decode(self.monitor.lines())
         except HpctrainError:
@@ -424,7 +381,7 @@ class WatchedAttempt:
 
     def look_at_save(self, now: float) -> None:
         """After a stop request, renews the grace period if the ranks' checkpoint has grown."""
-        if self.stop is None or self.stop_deadline == float("inf"):
+        if self.stop is None or self.stop_deadline == math.inf:
             return
         saved_bytes = bytes_in_flight(self.run_dir.checkpoints)
         if saved_bytes > self.saved_bytes:
@@ -436,16 +393,13 @@ class WatchedAttempt:
 
         A launcher that is ending the ranks gets the time it announces; after that it reports which node is lost.
         """
-        lasted_s = now - self.suspicion.setdefault(key, now)
-        if self.ended_at < float("inf") or lasted_s <= patience_s:
-            return
-        if lasted_s > patience_s + launcher_messages.waits_s(self.launcher_text()):
+        lasted_s = self.lasted_s(key, now)
+        if self.ended_at == math.inf and lasted_s > patience_s + launcher_messages.waits_s(self.launcher.messages):
             self.end(now, failure, Standing.SEEN)
 
-    def end_launcher(self, now: float, patience_s: float) -> None:
-        """Limits how long MPI and Slurm's step may take to end after all ranks have left their last word."""
-        if now - self.suspicion.setdefault("over", now) > patience_s:
-            self.kill_at = min(self.kill_at, now)
+    def lasted_s(self, key: str, now: float) -> float:
+        """Returns for how long the condition ``key`` has been seen."""
+        return now - self.suspicion.setdefault(key, now)
 
     def lives(self, word: LastWord) -> bool:
         """Whether a rank's process is alive; assumed so on other hosts and in containers, which cannot be checked."""
@@ -459,36 +413,6 @@ class WatchedAttempt:
         """
         self.failure, self.standing = (failure, standing) if failure else (self.failure, self.standing)
         self.ended_at = min(self.ended_at, time.time())
-        if self.process is not None and self.kill_at == float("inf"):
+        if self.launcher.process is not None and self.kill_at == math.inf:
             self.kill_at = now + KILL_GRACE_S
-            with contextlib.suppress(ProcessLookupError):
-                self.process.terminate()
-
-    def kill(self) -> None:
-        """Kills the launcher's process group; ranks in other sessions are tethered to it, or killed afterwards."""
-        self.has_killed, self.ended_at = True, min(self.ended_at, time.time())
-        if self.process is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-
-    def open_log(self) -> Any:
-        """Opens the file for the launcher's own messages; /dev/null if that fails."""
-        try:
-            return os.fdopen(open_log(self.run_dir.log("launcher", self.number), self.run_dir.path, fresh=True), "wb")
-        except OSError:
-            return open(os.devnull, "wb")
-
-    def launcher_text(self) -> str:
-        """Returns what the launcher has written to standard error; empty if that cannot be read."""
-        try:
-            text = self.run_dir.log("launcher", self.number).read_text(errors="replace")
-            return text.replace("\0", "")  # Open MPI ends its banners with one
-        except OSError:
-            return ""
-
-    def show_launcher_text(self) -> None:
-        """With ``--verbose``, prints what the launcher has written since the last look."""
-        if self.verbose:
-            text = self.launcher_text()
-            tell(text[self.shown_bytes :], end="")
-            self.shown_bytes = len(text)
+            self.launcher.terminate()

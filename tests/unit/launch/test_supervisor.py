@@ -236,9 +236,9 @@ def test_a_killed_launcher_is_named_unless_a_rank_says_why(
 ) -> None:
     run = RunDir(tmp_path)
     attempt = WatchedAttempt(Launch(["mpirun"], {}, 2), run, 1, LiveLock(run, myself()), StopSignals(), Limits())
-    attempt.process = subprocess.Popen(["sleep", "60"])
-    attempt.process.kill()
-    attempt.process.wait()
+    attempt.launcher.process = subprocess.Popen(["sleep", "60"])
+    attempt.launcher.process.kill()
+    attempt.launcher.process.wait()
     words = [dataclasses.replace(first_word(rank), ending=end) for rank, end in enumerate(ends)]
     if ended_by_us:
         attempt.end(0.0, None)
