@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.config.sections import Config
 from hpctrain.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
+    from hpctrain.launch.engines.local import RunRequest
     from hpctrain.run.verdict import RunVerdict
 
 PROGRAM = "hpctrain {command} -- PROGRAM ...: any program, without a run file; --name NAME names the run"
@@ -77,6 +77,7 @@ def serve(args: argparse.Namespace) -> int:
 def run_here(args: argparse.Namespace) -> int:
     """Runs ranks on this machine, or on those that the run file names."""
     from hpctrain.config.loading import load
+    from hpctrain.launch.engines.local import RunRequest
     from hpctrain.launch.supervisor import report
     from hpctrain.run.folder import RunDir
     from hpctrain.run.rank_environment import JOB
@@ -86,7 +87,7 @@ def run_here(args: argparse.Namespace) -> int:
     config = load(args.run_file or None, with_program(args, args.run_file), say)
     words = [*([str(args.run_file)] if args.run_file else []), *args.overrides]
     words += ["--verbose"] if args.verbose else []
-    verdict, number = start(config, args.ranks, ["train", *words], args.verbose, args.fresh)
+    verdict, number = start(RunRequest(config, args.ranks, ["train", *words], args.verbose, args.fresh))
     command = ["hpctrain", "run", *number, *words, *(["--", *args.program] if args.program else [])]
     report(verdict, RunDir.of(config.name, config.run_dir), command, saves=not config.launch.command)
     if verdict.action is Action.STOP and JOB in os.environ:  # the job must not start again
@@ -94,9 +95,7 @@ def run_here(args: argparse.Namespace) -> int:
     return ExitCode(verdict.exit_code)
 
 
-def start(
-    config: Config, asked: int | None, rank_words: Sequence[str], verbose: bool, fresh: bool = False
-) -> tuple[RunVerdict, list[str]]:
+def start(asked: RunRequest) -> tuple[RunVerdict, list[str]]:
     """Starts ranks here or on ``launch.hosts``; returns the verdict, and the ``-n`` option for another start.
 
     Raises:
@@ -106,24 +105,24 @@ def start(
     from hpctrain.launch.engines.slurm import job
     from hpctrain.launch.nested_launcher import refuse_launcher
 
-    if asked is not None and asked < 1:
-        raise UserError(f"-n {asked}", "start 1 rank or more")
-    number = [] if asked is None else ["-n", str(asked)]
-    if engine := config.launch.engine or ("hosts" if config.launch.hosts else None):
-        unread_keys.tell(config.launch, engine)
+    if asked.ranks is not None and asked.ranks < 1:
+        raise UserError(f"-n {asked.ranks}", "start 1 rank or more")
+    number, launch = [] if asked.ranks is None else ["-n", str(asked.ranks)], asked.config.launch
+    if engine := launch.engine or ("hosts" if launch.hosts else None):
+        unread_keys.tell(launch, engine)
     on_nodes = {"runners": None, "ray": ray_cluster.invited, "spark": spark_cluster.invited}
-    if config.launch.engine in on_nodes:
-        return runners.run(config, asked, rank_words, verbose, fresh, on_nodes[config.launch.engine]), number
-    if config.launch.engine in ("kubernetes", "slurm"):
-        raise UserError(f"launch.engine is {config.launch.engine}: its jobs run it", "hpctrain submit starts one")
-    config = dataclasses.replace(config, launch=batch_systems.on_hosts_of_the_job(config.launch, os.environ))
-    here = 1 if config.launch.hosts else job.ranks_here()
-    usual = (config.launch.ranks_per_node or here) * max(len(config.launch.hosts), 1)
-    ranks = asked or usual
-    refuse_launcher(config.launch.command, ranks)
-    if config.launch.hosts:
-        return hosts.run(config, asked, rank_words, verbose, fresh), number
-    return local.run(config, ranks, rank_words, verbose, fresh), ["-n", str(ranks)]
+    if launch.engine in on_nodes:
+        return runners.run(asked, on_nodes[launch.engine]), number
+    if launch.engine in ("kubernetes", "slurm"):
+        raise UserError(f"launch.engine is {launch.engine}: its jobs run it", "hpctrain submit starts one")
+    launch = batch_systems.on_hosts_of_the_job(launch, os.environ)
+    asked = dataclasses.replace(asked, config=dataclasses.replace(asked.config, launch=launch))
+    here = 1 if launch.hosts else job.ranks_here()
+    ranks = asked.ranks or (launch.ranks_per_node or here) * max(len(launch.hosts), 1)
+    refuse_launcher(launch.command, ranks)
+    if launch.hosts:
+        return hosts.run(asked), number
+    return local.run(dataclasses.replace(asked, ranks=ranks)), ["-n", str(ranks)]
 
 
 def rank_count(word: str) -> int:

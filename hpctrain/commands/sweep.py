@@ -68,6 +68,7 @@ def run_here(args: argparse.Namespace, points: Sequence[Point]) -> int:
     """Runs them one after the other; a failure does not end the others, unless the first cannot start at all."""
     from hpctrain.commands.run import start
     from hpctrain.config.loading import dump
+    from hpctrain.launch.engines.local import RunRequest
     from hpctrain.launch.supervisor import report
 
     codes: list[int] = []
@@ -77,7 +78,7 @@ def run_here(args: argparse.Namespace, points: Sequence[Point]) -> int:
         write_atomically(point.run.run_yaml, dump(point.config).encode(), point.run.path)
         run_file = str(point.run.run_yaml)
         words = ["train", run_file, *["--verbose"] * args.verbose]
-        verdict, count = start(point.config, args.ranks, words, args.verbose)
+        verdict, count = start(RunRequest(point.config, args.ranks, words, args.verbose))
         report(verdict, point.run, ["hpctrain", "run", *count, run_file])
         codes.append(verdict.exit_code)
         if verdict.action is Action.STOP or requested_stop(point.run) is not None:

@@ -85,6 +85,18 @@ class StopSignals:
             raise Interrupted(number)
 
 
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """In the body, a stop signal raises ``Interrupted``; main thread only."""
+    signals = StopSignals()
+    signals.install()
+    try:
+        with signals.interrupting():
+            yield
+    finally:
+        signals.restore()
+
+
 class InterruptibleStopSignals(StopSignals):
     """StopSignals for a process without a supervisor: a second Ctrl-C ends it at once."""
 

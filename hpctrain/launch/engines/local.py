@@ -36,21 +36,33 @@ RANK_BYTES = 2**25
 """Minimum memory of a rank, without a framework."""
 
 
-def run(
-    config: Config, ranks: int, rank_words: Sequence[str], verbose: bool = False, fresh: bool = False
-) -> RunVerdict:
-    """Trains on ranks of this machine under supervision; restarts failed attempts.
+@dataclasses.dataclass(frozen=True)
+class RunRequest:
+    """A run that ``hpctrain run`` or a sweep wants an engine to start."""
 
-    Args:
-        config: the run.
-        ranks: number of ranks.
-        rank_words: arguments to ``hpctrain`` on each rank: ``["train", "run.yaml", ...]``.
-        verbose: show messages of libraries and mpirun.
-        fresh: put existing checkpoints aside; only the first attempt that gets that far does it.
+    config: Config
+    ranks: int | None
+    """Total number of ranks; None if the engine is to choose it."""
+    words: Sequence[str]
+    """Arguments to ``hpctrain`` on each rank: ``["train", "run.yaml", ...]``."""
+    verbose: bool = False
+    """Show messages of libraries and launchers."""
+    fresh: bool = False
+    """Put existing checkpoints aside; only the first attempt that gets that far does it."""
+
+    @property
+    def run_dir(self) -> RunDir:
+        """The run folder."""
+        return RunDir.of(self.config.name, self.config.run_dir)
+
+
+def run(asked: RunRequest) -> RunVerdict:
+    """Trains on ranks of this machine (by default 1) under supervision; restarts failed attempts.
 
     Raises:
         UserError: no MPI for several ranks, too many ranks for the memory, or the run folder is in use.
     """
+    config, ranks = asked.config, asked.ranks or 1
     cores, memory = usable_cores(), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if ranks * RANK_BYTES > memory:
         few = f"start {memory // RANK_BYTES} or fewer here, or divide them among launch.hosts"
@@ -62,7 +74,7 @@ def run(
     if ranks > cores:
         say(f"{ranks} ranks share {cores} cores: the run will work, slowly")
     threads = config.train.threads or threads_per_rank(cores, ranks)
-    environment = rank_environment(config, ranks, threads, verbose, os.environ)
+    environment = rank_environment(config, ranks, threads, asked.verbose, os.environ)
     before_mpi = {**os.environ, **environment}
     # Not with MPICH: its ranks find mpirun through a file descriptor that they inherit.
     forks = mpirun is not None and mpirun.flavour is not Flavour.HYDRA and not config.launch.command
@@ -70,11 +82,10 @@ def run(
         environment |= launcher_environment(mpirun.flavour, os.environ) | temporary(environment)
     prefix = mpirun.argv(ranks, {}, cores) if mpirun is not None else []
     facts = Attempt(ranks=ranks).under(config.parallel)
-    command = rank_command(config, rank_words, fresh)
+    command = rank_command(asked)
     with own_folder(SHARED_MEMORY) as segments:
         environment |= {name: segments for name in SEGMENTS if segments and name not in os.environ}
-        run_dir = RunDir.of(config.name, config.run_dir)
-        forking = Forking(config.task, run_dir, before_mpi, segments if forks else "")
+        forking = Forking(config.task, asked.run_dir, before_mpi, segments if forks else "")
 
         def launch(number: int) -> Launch:
             for left in Path(segments).iterdir() if segments else ():
@@ -85,7 +96,7 @@ def run(
             return Launch(argv, environment, ranks, saves=not config.launch.command, parent=forking.pid)
 
         with contextlib.closing(forking):
-            return supervised(config, launch, facts, lambda verdict: facts, verbose, fresh)
+            return supervised(asked, launch, facts, lambda verdict: facts)
 
 
 def temporary(environment: Mapping[str, str]) -> dict[str, str]:
@@ -97,13 +108,13 @@ def temporary(environment: Mapping[str, str]) -> dict[str, str]:
     return {"TMPDIR": found}
 
 
-def rank_command(config: Config, rank_words: Sequence[str], fresh: bool) -> Callable[[], list[str]]:
+def rank_command(asked: RunRequest) -> Callable[[], list[str]]:
     """Returns a function that gives each rank's command for the next attempt.
 
     It has ``--fresh``, if asked for, until an attempt has put the existing checkpoints aside.
     """
-    run_dir = RunDir.of(config.name, config.run_dir)
-    old, mark, forgotten = step_folders(run_dir), begun_again(run_dir), [run_dir.saved_step] if fresh else []
+    config, run_dir = asked.config, asked.run_dir
+    old, mark, forgotten = step_folders(run_dir), begun_again(run_dir), [run_dir.saved_step] * asked.fresh
     has_store = config.checkpoint.tiers.store.url is not None
 
     def words() -> list[str]:
@@ -112,32 +123,27 @@ def rank_command(config: Config, rank_words: Sequence[str], fresh: bool) -> Call
                 forgotten.pop().unlink(missing_ok=True)
             return [*plain_command(), *config.launch.command]
         is_first = old & step_folders(run_dir) or (has_store and begun_again(run_dir) == mark)
-        flags = ["--fresh"] if fresh and is_first else []
-        return python.module("hpctrain", *rank_words, *flags)
+        return python.module("hpctrain", *asked.words, *["--fresh"] * (asked.fresh and bool(is_first)))
 
     return words
 
 
 def supervised(
-    config: Config,
+    asked: RunRequest,
     launch: Callable[[int], Launch],
     facts: Attempt,
     again: Callable[[RunVerdict], Attempt | None],
-    verbose: bool,
-    fresh: bool,
 ) -> RunVerdict:
     """Runs ``supervise`` outside Slurm: signals count as a person's, unless JOB says that a scheduler sends them."""
     job, _ = current_job()
-    failures = config.launch.failures_allowed(in_job=False)
-    limits = Limits(config.launch.stop_grace_s, failures, jobs=(job,) if job else ())
-    run_dir = RunDir.of(config.name, config.run_dir)
+    failures = asked.config.launch.failures_allowed(in_job=False)
     return supervise(
-        run_dir,
+        asked.run_dir,
         launch,
-        limits,
-        dataclasses.replace(facts, fresh=fresh or None),
-        dump(config),
-        verbose,
+        Limits(asked.config.launch.stop_grace_s, failures, jobs=(job,) if job else ()),
+        dataclasses.replace(facts, fresh=asked.fresh or None),
+        dump(asked.config),
+        asked.verbose,
         by_person=lambda number: JOB not in os.environ,
         again=again,
     )

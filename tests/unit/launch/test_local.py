@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from hpctrain.cli import main
 from hpctrain.config.sections import CheckpointConfig, Config, LaunchConfig, StoreTierConfig, TiersConfig, TrainConfig
 from hpctrain.errors import UserError
 from hpctrain.launch.engines import local
-from hpctrain.launch.engines.local import rank_command, rank_environment, run, temporary
+from hpctrain.launch.engines.local import RunRequest, rank_command, rank_environment, run, temporary
 from hpctrain.launch.mpi_library import (
     Flavour,
     MpiLibrary,
@@ -181,15 +182,16 @@ def test_a_fresh_run_leaves_the_checkpoints_of_a_store_once(tmp_path: Path) -> N
     tiers = TiersConfig(store=StoreTierConfig(f"file://{tmp_path}/store"))
     train = TrainConfig(steps=1, global_batch=1)
     config = Config("a", "a:b", train, run_dir=str(tmp_path / "run"), checkpoint=CheckpointConfig(tiers=tiers))
-    words = rank_command(config, ["train", "a.yaml"], fresh=True)
+    asked = RunRequest(config, 1, ["train", "a.yaml"], fresh=True)
+    words = rank_command(asked)
     assert words()[-1] == "--fresh"
     assert words()[-1] == "--fresh", "the first attempt did not get so far"
     mark = RunDir.of(config.name, config.run_dir).checkpoints / BEGUN_AGAIN
     mark.parent.mkdir(parents=True)
     mark.touch()
     assert words()[-1] == "a.yaml"
-    assert rank_command(config, ["train", "a.yaml"], fresh=True)()[-1] == "--fresh"
-    assert rank_command(config, ["train", "a.yaml"], fresh=False)()[-1] == "a.yaml"
+    assert rank_command(asked)()[-1] == "--fresh"
+    assert rank_command(dataclasses.replace(asked, fresh=False))()[-1] == "a.yaml"
 
 
 def test_a_folder_of_temporary_files_that_cannot_be_written_is_replaced(
@@ -211,5 +213,5 @@ def test_only_the_first_attempt_with_fresh_begins_the_run_again(tmp_path, monkey
     config = Config(name="r", task="m:f", run_dir=str(tmp_path), train=TrainConfig(steps=1, global_batch=2))
     facts = Attempt(ranks=2)
     for fresh in (True, False):
-        local.supervised(config, lambda number: None, facts, lambda verdict: facts, False, fresh)
+        local.supervised(RunRequest(config, 2, [], fresh=fresh), lambda number: None, facts, lambda verdict: facts)
     assert [each.to_json().get("fresh") for each in given] == [True, None] and facts.fresh is None
