@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -20,8 +19,9 @@ import yaml
 
 from hpctrain.config.kubernetes_pod import check_pod
 from hpctrain.config.loading import dump
-from hpctrain.config.sections import Config, KubernetesConfig
+from hpctrain.config.sections import Config
 from hpctrain.errors import ExitCode, UserError
+from hpctrain.launch.engines.slurm.render import templates
 from hpctrain.launch.runners.ticket import ADDRESS, KEY
 from hpctrain.run.rank_environment import JOB, START
 
@@ -45,7 +45,7 @@ FOLDER = re.compile(r"(/[\w.@+-]+)+", re.ASCII)
 OWN_FOLDERS = ("/dev", "/proc", "/sys", "/etc", "/scratch")
 OURS = ("containers", "volumes", "subdomain", "restartPolicy", "terminationGracePeriodSeconds", "securityContext")
 """Fields of a pod's spec that hpctrain sets itself."""
-RUN_FILE = "/etc/hpctrain/config.yaml"
+RUN_FILE = PurePosixPath("/etc/hpctrain/config.yaml")
 RUN_FOLDER = "hpctrain/run-folder"
 """Annotation with the run folder on the submitting machine."""
 COMMAND = f"""\
@@ -153,114 +153,34 @@ def objects(config: Config, job: str, folder: str, key: str) -> list[dict[str, A
         UserError: see ``check``.
     """
     check(config)
-    given = config.launch.kubernetes
-    queue = {"kueue.x-k8s.io/queue-name": given.queue} if given.queue else {}
+    given, launch = config.launch.kubernetes, config.launch
     about: dict[str, Any] = {"name": job, "labels": {"app.kubernetes.io/name": "hpctrain"}}
     about |= {"namespace": given.namespace} if given.namespace else {}
-    nodes = config.launch.nodes + config.launch.spare_nodes
-    annotated = {"labels": about["labels"] | queue, "annotations": {RUN_FOLDER: folder}}
-    spec = {
-        "completionMode": "Indexed",
-        "completions": nodes,
-        "parallelism": nodes,
-        "backoffLimit": given.restarts,
-        "successPolicy": {"rules": [{"succeededIndexes": "0"}]},
-        "podFailurePolicy": {"rules": failure_rules()},
-        "podReplacementPolicy": "Failed",
-        "template": {"metadata": {"labels": about["labels"]}, "spec": pod(config, job)},
-    }
-    secret = {"config.yaml": dump(in_pods(config))} | ({"key": key} if key else {})
-    first = {"apiVersion": "v1", "kind": "Secret", "metadata": about, "immutable": True, "stringData": secret}
-    if given.kind == "TrainJob":
-        return [first, *train_job(about, about | annotated, spec)]
-    service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {KINDS["Job"].label: job}}
-    return [
-        first,
-        {"apiVersion": "v1", "kind": "Service", "metadata": about, "spec": service},
-        {"apiVersion": "batch/v1", "kind": "Job", "metadata": about | annotated, "spec": spec},
-    ]
-
-
-def train_job(about: Mapping[str, Any], own: Mapping[str, Any], spec: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns a TrainingRuntime with a Job of that spec, and the TrainJob.
-
-    Kubeflow requires the label, and the container's name ``node``.
-    """
-    labels = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-    jobs = [{"name": "node", "replicas": 1, "template": {"metadata": {"labels": labels}, "spec": spec}}]
-    runtime = {"mlPolicy": {"numNodes": spec["completions"]}, "template": {"spec": {"replicatedJobs": jobs}}}
-    version = "trainer.kubeflow.org/v1alpha1"
-    reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": about["name"]}
-    return [
-        {"apiVersion": version, "kind": "TrainingRuntime", "metadata": about, "spec": runtime},
-        {"apiVersion": version, "kind": "TrainJob", "metadata": own, "spec": {"runtimeRef": reference}},
-    ]
-
-
-def failure_rules() -> list[dict[str, Any]]:
-    """Returns the failure rules: evictions do not count; failures that would repeat and a person's stop end the Job."""
-    final = [int(ExitCode.USER_ERROR), int(ExitCode.DO_NOT_REQUEUE)]
-    return [
-        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        {"action": "FailJob", "onExitCodes": {"containerName": "node", "operator": "In", "values": final}},
-    ]
-
-
-def pod(config: Config, job: str) -> dict[str, Any]:
-    """Returns the spec of a pod."""
-    given, launch = config.launch.kubernetes, config.launch
+    queue = {"kueue.x-k8s.io/queue-name": given.queue} if given.queue else {}
     threads = (launch.ranks_per_node or given.gpus or 1) * (config.train.threads or 1)
     limits = {"cpu": given.cpus or str(threads)}
     limits |= {"memory": given.memory} if given.memory else {}
     limits |= {given.gpu_resource: str(given.gpus)} if given.gpus else {}
-    mounts = {**{folder: f"volume-{number}" for number, folder in enumerate(given.volumes)}, "/dev/shm": "shm"}
-    volumes: list[dict[str, Any]] = [
-        {"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}}
-        for number, claim in enumerate(given.volumes.values())
-    ]
-    volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": given.shared_memory}})
-    volumes.append(
-        {"name": "run-file", "secret": {"secretName": job, "items": [{"key": "config.yaml", "path": "config.yaml"}]}}
+    made = (
+        templates()
+        .get_template("kubernetes.yaml.j2")
+        .render(
+            given=given,
+            nodes=launch.nodes + launch.spare_nodes,
+            about=about,
+            annotated=about | {"labels": about["labels"] | queue, "annotations": {RUN_FOLDER: folder}},
+            secret={"config.yaml": dump(in_pods(config))} | ({"key": key} if key else {}),
+            pod={"automountServiceAccountToken": False, "enableServiceLinks": False, **given.pod},
+            limits=limits,
+            label=KINDS["Job"].label,
+            address=f"{KINDS[given.kind].pod_0.format(job=job)}.{job}:{given.port}",
+            variables={"key": KEY, "address": ADDRESS, "job": JOB},
+            command=COMMAND,
+            run_file=RUN_FILE,
+            final=[int(ExitCode.USER_ERROR), int(ExitCode.DO_NOT_REQUEUE)],
+        )
     )
-    env: list[dict[str, Any]] = [
-        {"name": KEY, "valueFrom": {"secretKeyRef": {"name": job, "key": "key"}}},
-        {"name": ADDRESS, "value": f"{KINDS[given.kind].pod_0.format(job=job)}.{job}:{given.port}"},
-        {"name": JOB, "value": job},
-    ]
-    if given.scratch:
-        volumes.append({"name": "scratch", "emptyDir": {"sizeLimit": given.scratch}})
-        mounts["/scratch"] = "scratch"
-        env.append({"name": "TMPDIR", "value": "/scratch"})
-    container = {
-        "name": "node",
-        "image": given.image,
-        "command": shlex.split("sh -c"),
-        "args": [COMMAND],
-        "env": env,
-        "resources": {"limits": limits, "requests": limits},
-        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-        "volumeMounts": [
-            *({"name": name, "mountPath": folder} for folder, name in mounts.items()),
-            {"name": "run-file", "mountPath": str(PurePosixPath(RUN_FILE).parent), "readOnly": True},
-        ],
-    }
-    return {
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,
-        **given.pod,
-        "subdomain": job,
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": given.grace_s,
-        "securityContext": security(given),
-        "containers": [container],
-        "volumes": volumes,
-    }
-
-
-def security(given: KubernetesConfig) -> dict[str, Any]:
-    """Returns the pod's security context: Kubernetes' restricted profile, unless the user asks for root."""
-    user = {"runAsUser": given.user, "runAsGroup": given.user, "fsGroup": given.user}
-    return {"runAsNonRoot": given.user != 0, **user, "seccompProfile": {"type": "RuntimeDefault"}}
+    return list(yaml.safe_load_all(made))
 
 
 def in_pods(config: Config) -> Config:
