@@ -5,18 +5,14 @@ from __future__ import annotations
 import atexit
 import functools
 import itertools
-import json
-import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from hpctrain.config.loading import load
 from hpctrain.monitor.rank_monitor import start
-from hpctrain.rank.folder_group import Place, folder_world
-from hpctrain.rank.own_loop import count_step
-from hpctrain.run.folder import RunDir
-from hpctrain.run.rank_environment import PLACE, WATCHED_DIR, current_attempt
+from hpctrain.rank.folder_group import folder_world
+from hpctrain.rank.own_loop import supervised
+from hpctrain.run.rank_environment import current_attempt
 
 POLL_STEPS = 32
 """Steps between checks for messages from the monitor."""
@@ -41,19 +37,18 @@ def heartbeat(samples: float = 1.0) -> None:
 @functools.cache
 def beat() -> Callable[[float], None]:
     """Returns the function behind ``heartbeat``; the first call makes it and starts the monitor."""
-    folder, place = os.environ.get(WATCHED_DIR), os.environ.get(PLACE)
-    if not folder or not place:
+    link = supervised()
+    if link is None:
         return lambda samples: None
-    run_dir = RunDir(Path(folder))
-    world = folder_world("heartbeat", run_dir, current_attempt(), Place(**json.loads(place)))
-    session = start(world, run_dir.path, load(run_dir.run_yaml).monitor)
+    world = folder_world("heartbeat", link.run_dir, current_attempt(), link.place)
+    session = start(world, link.run_dir.path, load(link.run_dir.run_yaml).monitor)
     # A program that ends with an error must not wait for the other ranks.
     atexit.register(lambda: session.close(orderly=not hasattr(sys, "last_type")))
     steps = itertools.count(1)
 
     def record(samples: float) -> None:
         session.clock.end_step(samples)
-        count_step()
+        link.count("heartbeat")
         if next(steps) % POLL_STEPS == 0:
             session.poll()
 

@@ -83,12 +83,6 @@ def listen() -> None:
         link.listen()
 
 
-def count_step() -> None:
-    """Counts a heartbeat, so that the step is known if the program does not call ``stop_requested``."""
-    if (link := supervised()) is not None:
-        link.count("heartbeat")
-
-
 @functools.cache
 def supervised() -> Supervised | None:
     """Returns the link to the supervisor; None without one."""
@@ -110,7 +104,7 @@ class Supervised:
         self.saved = self.base = run_dir.newest_checkpoint_step() or 0
         """Step of the newest checkpoint, and the step from which ``counts`` count."""
         self.counts = {"stop_requested": 0, "heartbeat": 0}
-        """Calls since ``base``, each once per step."""
+        """Calls since ``base``, each once per step; programs may make only one of the two."""
         self.reported = self.base
         self.events = EventWriter(run_dir.events, say) if place.rank == 0 else None
         if self.events is not None:

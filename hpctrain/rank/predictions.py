@@ -142,18 +142,10 @@ class RowWriter:
             RunFailed: the disk is full, or the file is gone.
         """
         try:
-            with open(self.path, "r+b", buffering=0) as file:
+            with open(self.path, "r+b") as file:
                 for name, array in rows.items():
                     data = np.ascontiguousarray(array)
-                    row_bytes = data.nbytes // max(len(data), 1)
-                    content = data.reshape(-1).view(np.uint8).data
-                    write_fully(file.fileno(), content, self.offsets[name] + first_row * row_bytes)
+                    file.seek(self.offsets[name] + first_row * (data.nbytes // max(len(data), 1)))
+                    file.write(data.reshape(-1).view(np.uint8).data)
         except OSError as error:
             raise RunFailed(f"{self.path} cannot be written: {error.strerror}", "check the free space there") from error
-
-
-def write_fully(handle: int, data: memoryview, offset: int) -> None:
-    """Calls ``pwrite`` until everything is written, since one call may write only a part."""
-    while len(data):
-        written = os.pwrite(handle, data, offset)
-        data, offset = data[written:], offset + written

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -40,8 +39,8 @@ def test_a_program_is_run_without_a_name(
     monkeypatch.chdir(tmp_path)
     started: list[Config] = []
 
-    def run(config: Config, *_: Any) -> RunVerdict:
-        started.append(config)
+    def run(asked: local.RunRequest) -> RunVerdict:
+        started.append(asked.config)
         return RunVerdict(Action.DONE, 0, "")
 
     monkeypatch.setattr(local, "run", run)
@@ -61,8 +60,8 @@ def test_ranks_start_on_the_hosts_of_the_run_file(
     )
     asked: list[int | None] = []
 
-    def run(config: Config, ranks: int | None, *_: Any) -> RunVerdict:
-        asked.append(ranks)
+    def run(request: local.RunRequest) -> RunVerdict:
+        asked.append(request.ranks)
         return RunVerdict(Action.DONE, 0, "")
 
     monkeypatch.setattr(hosts, "run", run)
@@ -99,8 +98,8 @@ def test_an_allocation_is_used_or_refused_in_one_sentence(
         monkeypatch.setenv(name, value)
     asked: list[int | None] = []
 
-    def run(config: Config, ranks: int, *_: Any) -> RunVerdict:
-        asked.append(ranks)
+    def run(request: local.RunRequest) -> RunVerdict:
+        asked.append(request.ranks)
         return RunVerdict(Action.DONE, 0, "")
 
     monkeypatch.setattr(local, "run", run)

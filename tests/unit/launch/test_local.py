@@ -35,7 +35,8 @@ from hpctrain.system.cgroups import thread_environment, threads_per_rank
 def test_more_ranks_than_the_memory_holds_are_refused():
     """``-n 100000``, by mistake, kept the machine busy for minutes."""
     with pytest.raises(UserError, match="1000000 ranks do not fit into this machine's"):
-        run(Config(name="x", task="m:f", train=TrainConfig(epochs=1, global_batch=10)), 1_000_000, ["train"])
+        config = Config(name="x", task="m:f", train=TrainConfig(epochs=1, global_batch=10))
+        run(RunRequest(config, 1_000_000, ["train"]))
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_steps_and_checkpoints_reach_the_run_folder(
     rank = link()
     for _ in range(3):
         hpctrain.stop_requested()
-        own_loop.count_step()  # a heartbeat of the same step
+        own_loop.supervised().count("heartbeat")  # a heartbeat of the same step
     hpctrain.checkpoint_saved(3)
     hpctrain.stop_requested()
     hpctrain.stop_requested()

@@ -6,8 +6,9 @@ import functools
 import json
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from hpctrain.comm.speeds import MARK as MEASURED
@@ -93,7 +94,7 @@ def judge(found: Reports, expected: Expected, hosts: Sequence[str] = ()) -> list
         *_cores(first, expected),
     ]
     if expected.mpi:
-        problems += [*_mpi(first, joined, expected), *_clocks(joined)]
+        problems += [*islice(_mpi(first, joined, expected), 1), *_clocks(joined)]
     return sorted(problems, key=lambda problem: not problem.fatal)
 
 
@@ -161,85 +162,54 @@ def _cores(first: Reports, expected: Expected) -> list[Fault]:
     return problems
 
 
-def _mpi(first: Reports, joined: Reports, expected: Expected) -> list[Fault]:
-    """Returns only the most fundamental problem with MPI, since others follow from it."""
+def _mpi(first: Reports, joined: Reports, expected: Expected) -> Iterator[Fault]:
+    """Yields problems with MPI, the most fundamental first: the others follow from it."""
     for report in joined:
         if "mpi_error" in report:
             what = f"{report['host']}: {report['mpi_error']}"
-            return [Fault(what, "install hpctrain[mpi] in the job's environment", report["host"])]
-    checks = (_not_started, _alone, _hanging, _wrong_sum, _same_place, _missing_nodes, _torn_groups)
-    found = (check(first, joined, expected) for check in checks)
-    return next(([problem] for problem in found if problem is not None), [])
-
-
-def _not_started(first: Reports, joined: Reports, expected: Expected) -> Fault | None:
-    if joined or not first:
-        return None
-    fix = "try launch.launcher: mpirun, or another launch.slurm.mpi"
-    return Fault("MPI did not start on any rank", fix, launcher=True)
-
-
-def _alone(first: Reports, joined: Reports, expected: Expected) -> Fault | None:
-    sizes = {report["size"] for report in joined}
-    if not joined or sizes == {expected.ranks}:
-        return None
-    library = joined[0]["library"]
-    if sizes == {1}:
-        what = (
-            f"{len(joined)} ranks of {library} each believe they are alone: srun's MPI type does not match the library"
-        )
+            yield Fault(what, "install hpctrain[mpi] in the job's environment", report["host"])
+    if not joined:
+        if first:
+            fix = "try launch.launcher: mpirun, or another launch.slurm.mpi"
+            yield Fault("MPI did not start on any rank", fix, launcher=True)
+        return
+    ranks, library, sizes = expected.ranks, joined[0]["library"], {report["size"] for report in joined}
+    if sizes == {1} != {ranks}:
+        what = f"{len(joined)} ranks of {library} each believe they are alone"
         fix = "set launch.slurm.mpi: pmix (srun --mpi=list shows what there is), or launch.launcher: mpirun"
-        return Fault(what, fix, launcher=True, code=Code.SINGLETONS)
-    what = f"the job has {expected.ranks} ranks but {library} sees {sorted(sizes)}"
-    return Fault(what, "try launch.launcher: mpirun", launcher=True)
-
-
-def _hanging(first: Reports, joined: Reports, expected: Expected) -> Fault | None:
-    if not joined or len(joined) == expected.ranks:
-        return None
-    late = sorted({report["host"] for report in first} - {report["host"] for report in joined})
-    where = f": ranks hang on {', '.join(late)}" if late else ""
-    what = f"an allreduce over {expected.ranks} ranks ended on {len(joined)} only{where}"
-    fix = "check the network interface (UCX_NET_DEVICES, OMPI_MCA_btl_tcp_if_include)"
-    return Fault(what, fix, late[0] if late else None, launcher=True)
-
-
-def _wrong_sum(first: Reports, joined: Reports, expected: Expected) -> Fault | None:
-    right = expected.ranks * (expected.ranks - 1) // 2
-    host = next((report["host"] for report in joined if report["sum"] != right), None)
-    return Fault(f"an allreduce over all ranks gave a wrong sum on {host}", "exclude the host", host) if host else None
-
-
-def _same_place(first: Reports, joined: Reports, expected: Expected) -> Fault | None:
-    places = defaultdict(list)
+        reason = "srun's MPI type does not match the library"
+        yield Fault(f"{what}: {reason}", fix, launcher=True, code=Code.SINGLETONS)
+    if sizes != {ranks}:
+        what = f"the job has {ranks} ranks but {library} sees {sorted(sizes)}"
+        yield Fault(what, "try launch.launcher: mpirun", launcher=True)
+    hosts = sorted({report["host"] for report in joined})
+    if len(joined) != ranks:
+        late = sorted({report["host"] for report in first} - {*hosts})
+        where = f": ranks hang on {', '.join(late)}" if late else ""
+        what = f"an allreduce over {ranks} ranks ended on {len(joined)} only{where}"
+        fix = "check the network interface (UCX_NET_DEVICES, OMPI_MCA_btl_tcp_if_include)"
+        yield Fault(what, fix, late[0] if late else None, launcher=True)
+    for report in joined:
+        if report["sum"] != ranks * (ranks - 1) // 2:
+            host = report["host"]
+            yield Fault(f"an allreduce over all ranks gave a wrong sum on {host}", "exclude the host", host)
+    places, groups = defaultdict(list), defaultdict(set)
     for report in joined:
         places[report["host"], report["local_rank"]].append(report["rank"])
-    for (host, local_rank), ranks in places.items():
-        if len(ranks) > 1:
-            what = f"ranks {ranks} on {host} all have local rank {local_rank}: MPI takes one node for several"
-            return Fault(what, "check that containers share the host's name and /dev/shm", host)
-    return None
-
-
-def _missing_nodes(first: Reports, joined: Reports, expected: Expected) -> Fault | None:
-    hosts = sorted({report["host"] for report in joined})
-    if not hosts or len(hosts) == expected.nodes:
-        return None
-    what = f"ranks run on {len(hosts)} of {expected.nodes} nodes ({', '.join(hosts)})"
-    return Fault(what, "check launch.slurm.srun_options", launcher=True)
-
-
-def _torn_groups(first: Reports, joined: Reports, expected: Expected) -> Fault | None:
-    hosts: dict[int, set[str]] = defaultdict(set)
-    for report in joined:
-        hosts[report["rank"] // expected.tensor].add(report["host"])
-    torn = next((group for group, names in sorted(hosts.items()) if len(names) > 1), None)
-    if torn is None:
-        return None
-    ranks = f"ranks {torn * expected.tensor} to {(torn + 1) * expected.tensor - 1}"
-    what = f"{ranks}, which hold parts of a layer (parallel.tensor), are on {' and '.join(sorted(hosts[torn]))}"
-    fix = "fill one node after the other: no --distribution other than block in launch.slurm.srun_options"
-    return Fault(what, fix, launcher=True)
+        groups[report["rank"] // expected.tensor].add(report["host"])
+    for (host, local_rank), there in places.items():
+        if len(there) > 1:
+            what = f"ranks {there} on {host} all have local rank {local_rank}: MPI takes one node for several"
+            yield Fault(what, "check that containers share the host's name and /dev/shm", host)
+    if len(hosts) != expected.nodes:
+        what = f"ranks run on {len(hosts)} of {expected.nodes} nodes ({', '.join(hosts)})"
+        yield Fault(what, "check launch.slurm.srun_options", launcher=True)
+    for group, names in sorted(groups.items()):
+        if len(names) > 1:
+            members = f"ranks {group * expected.tensor} to {(group + 1) * expected.tensor - 1}"
+            what = f"{members}, which hold parts of a layer (parallel.tensor), are on {' and '.join(sorted(names))}"
+            fix = "fill one node after the other: no --distribution other than block in launch.slurm.srun_options"
+            yield Fault(what, fix, launcher=True)
 
 
 def _clocks(joined: Reports) -> list[Fault]:

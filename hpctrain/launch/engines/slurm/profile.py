@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import os
 import tomllib
 import typing
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 
 from hpctrain.config.sections import LaunchConfig, SlurmConfig
@@ -26,7 +28,7 @@ MOST_BYTES = 256 << 10
 APPLIED = "none"
 """Profile name for no profile, also set once profiles have been applied."""
 
-REPLACED = {"wrap", "stage_in"}
+REPLACED = {"slurm.wrap", "stage_in"}
 """Lists that are a single value: a later layer replaces them."""
 
 OF_SITE = {f"SBATCH_{name.upper()}": name for name in ("account", "partition", "qos", "reservation", "constraint")}
@@ -35,8 +37,9 @@ which would take precedence over the script, are ignored."""
 
 ABOUT = ("description", "verified")
 """Keys that describe a profile."""
+SLURM = "slurm."
 Layer = Mapping[str, typing.Any]
-"""Values of ``launch``, with those of ``launch.slurm`` under ``slurm``; lists as tuples."""
+"""Values of ``launch`` by dotted keys, such as ``slurm.account``; lists as tuples."""
 
 
 def site_dir() -> Path:
@@ -55,8 +58,8 @@ def resolve(launch: LaunchConfig, site: Path | None = None) -> LaunchConfig:
 
 def layers(name: str, site: Path) -> list[Layer]:
     """Returns the profiles below a run file that names this one, lowest first."""
-    given = {name: os.environ[variable] for variable, name in OF_SITE.items() if os.environ.get(variable)}
-    found: list[Layer] = [read(FILES / "profiles" / "generic.toml"), {"slurm": given}]
+    given = {SLURM + name: os.environ[variable] for variable, name in OF_SITE.items() if os.environ.get(variable)}
+    found: list[Layer] = [read(FILES / "profiles" / "generic.toml"), given]
     if name != "generic":
         found.append(read(find(name, site)))
     if (site / "site.toml").is_file():
@@ -86,27 +89,31 @@ def read(path: Path) -> Layer:
         raise UserError(f"profile {path} cannot be read: {error.strerror}", "give the path of a TOML file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"profile {path} is not TOML: {error}", "correct the line") from error
-    return _checked({key: value for key, value in raw.items() if key not in ABOUT}, path)
+    launch = _table(raw.pop("launch", {}), f"{path}: launch")
+    slurm = _table(launch.pop("slurm", {}), f"{path}: launch.slurm")
+    if extra := sorted({*raw} - {*ABOUT}):
+        raise UserError(f"{path} has the key {extra[0]!r}", "put everything under [launch] and [launch.slurm]")
+    given = launch | {SLURM + key: value for key, value in slurm.items()}
+    return {key: _value(key, value, path) for key, value in given.items()}
 
 
 def apply(launch: LaunchConfig, profiles: Sequence[Layer]) -> LaunchConfig:
     """Returns the configuration on top of the layers, of which later ones override earlier ones."""
-    outer: dict[str, typing.Any] = {}
-    inner: dict[str, typing.Any] = {}
-    for layer in profiles:
-        outer = _over(outer, {key: value for key, value in layer.items() if key != "slurm"})
-        inner = _over(inner, layer.get("slurm", {}))
-    slurm = dataclasses.replace(launch.slurm, **_over(inner, _given(launch.slurm)), profile=APPLIED)
-    return dataclasses.replace(launch, **_over(outer, _given(launch)), slurm=slurm)
+    merged: Layer = {}
+    for layer in (*profiles, _given(launch)):
+        merged = _over(merged, layer)
+    slurm = {key.removeprefix(SLURM): value for key, value in merged.items() if key.startswith(SLURM)}
+    outer = {key: value for key, value in merged.items() if not key.startswith(SLURM)}
+    return dataclasses.replace(launch, **outer, slurm=dataclasses.replace(launch.slurm, **slurm, profile=APPLIED))
 
 
-def _given(section: LaunchConfig | SlurmConfig) -> dict[str, typing.Any]:
-    """Returns the fields that the user set: those neither empty nor ``auto``."""
-    fields = {name: getattr(section, name) for name in _allowed(type(section))}
-    return {name: value for name, value in fields.items() if value not in (None, (), {}, "auto")}
+def _given(launch: LaunchConfig) -> Layer:
+    """Returns what the user set: what is neither empty nor ``auto``."""
+    values = {key: attrgetter(key)(launch) for key in settable()}
+    return {key: value for key, value in values.items() if value not in (None, (), {}, "auto")}
 
 
-def _over(below: Mapping[str, typing.Any], above: Mapping[str, typing.Any]) -> dict[str, typing.Any]:
+def _over(below: Layer, above: Layer) -> Layer:
     """Merges two layers; ``above`` overrides ``below``."""
     merged = dict(below)
     for key, value in above.items():
@@ -118,41 +125,33 @@ def _over(below: Mapping[str, typing.Any], above: Mapping[str, typing.Any]) -> d
     return merged
 
 
-def _allowed(section: type) -> dict[str, typing.Any]:
-    """Returns the fields that a profile may set, with their types: those that are empty or ``auto`` by default."""
-    hints = typing.get_type_hints(section)
+@functools.cache
+def settable() -> Layer:
+    """Returns the keys that a profile may set, with their types: those that are empty or ``auto`` by default."""
     return {
-        entry.name: hints[entry.name]
+        prefix + entry.name: typing.get_type_hints(section)[entry.name]
+        for prefix, section in (("", LaunchConfig), (SLURM, SlurmConfig))
         for entry in dataclasses.fields(section)
         if entry.default in (None, (), "auto") or entry.default_factory is dict
     }
 
 
-def _checked(raw: dict[str, typing.Any], path: Path) -> Layer:
-    if extra := set(raw) - {"launch"}:
-        raise UserError(f"{path} has the key {sorted(extra)[0]!r}", "put everything under [launch] and [launch.slurm]")
-    launch = raw.get("launch", {})
-    slurm = launch.pop("slurm", {}) if isinstance(launch, dict) else {}
-    return {
-        **_section(LaunchConfig, launch, f"{path}: launch"),
-        "slurm": _section(SlurmConfig, slurm, f"{path}: launch.slurm"),
-    }
-
-
-def _section(section: type, values: typing.Any, place: str) -> dict[str, typing.Any]:
-    if not isinstance(values, dict):
+def _table(value: typing.Any, place: str) -> dict[str, typing.Any]:
+    if not isinstance(value, dict):
         raise UserError(f"{place} is not a table", "write [launch] and [launch.slurm]")
-    allowed = _allowed(section)
-    for key in values:
-        if key not in allowed:
-            near = difflib.get_close_matches(key, allowed, n=1)
-            fix = f"did you mean {near[0]}?" if near else f"use {', '.join(allowed)}"
-            raise UserError(f"{place}.{key} is not something that a profile can set", fix)
-    return {key: _value(value, allowed[key], f"{place}.{key}") for key, value in values.items()}
+    return value
 
 
-def _value(value: typing.Any, kind: typing.Any, place: str) -> typing.Any:
-    """Converts a value to the configuration's type. Raises UserError if it does not fit."""
+def _value(key: str, value: typing.Any, path: Path) -> typing.Any:
+    """Converts a value to its key's type. Raises UserError if it does not fit, or a profile cannot set the key."""
+    place = f"{path}: launch.{key}"
+    if key not in settable():
+        section, _, name = key.rpartition(".")
+        names = [one.rpartition(".")[2] for one in settable() if one.rpartition(".")[0] == section]
+        near = difflib.get_close_matches(name, names, n=1)
+        fix = f"did you mean {near[0]}?" if near else f"use {', '.join(names)}"
+        raise UserError(f"{place} is not something that a profile can set", fix)
+    kind = settable()[key]
     try:
         return converted(value, kind)
     except Misfit as misfit:
