@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, nullcontext
-from functools import partial
 
 from hpctrain.backends.torch.strategies.pipeline.stage_schedule import BY_PARAMETERS
-from hpctrain.config.loading import dump
 from hpctrain.config.sections import Config
 from hpctrain.errors import RunFailed
 from hpctrain.monitor.rank_monitor import start as start_monitor
@@ -15,8 +13,7 @@ from hpctrain.rank import wiring
 from hpctrain.rank.batches import first_batch, first_pair, first_validation, make_data
 from hpctrain.rank.kept_choices import kept_reducer, note_data, note_nccl, stage_choice
 from hpctrain.rank.problem import make_problem, require_same_data
-from hpctrain.rank.session import Beginning, PeerFailed, RankResult, Session, attend
-from hpctrain.run.folder import RunDir
+from hpctrain.rank.session import PeerFailed, RankResult, Session, attend
 from hpctrain.system import foreign_text
 from hpctrain.system.output import kept_output
 from hpctrain.track.sink import Sink
@@ -76,23 +73,22 @@ def train(
     session: Session, config: Config, hooks: Sequence[Hook] = (), sinks: Sequence[Sink] = (), fresh: bool = False
 ) -> tuple[RunSummary, RankResult]:
     """Builds everything from the configuration and trains to the end of the loop. Collective."""
-    beginning = Beginning(RunDir.of(config.name, config.run_dir), config.parallel, partial(dump, config), fresh)
-    run_dir = session.join_run(beginning)
+    session.join_run(config, fresh)
     session.arrange(config.parallel.tensor, config.parallel.pipeline)
     with session.phase("make the task"):
         problem = make_problem(config, session.world, session.verbose)
     require_same_data(problem, session.world)
-    note_data(problem, session, run_dir)
+    note_data(problem, session)
     with ExitStack() as stack:
-        monitor = stack.enter_context(closing(start_monitor(session.world, run_dir.path, config.monitor)))
-        watched = wiring.watched_collectives(problem.task, monitor, run_dir, session.world, config.monitor)
+        monitor = stack.enter_context(closing(start_monitor(session.world, session.folder.path, config.monitor)))
+        watched = wiring.watched_collectives(problem.task, monitor, session, config.monitor)
         stack.enter_context(closing(watched) if watched else nullcontext())
-        reducer = kept_reducer(session.world, run_dir, session.warn)
-        stages = stage_choice(problem, session, run_dir) if config.parallel.pipeline > 1 else BY_PARAMETERS
+        reducer = kept_reducer(session)
+        stages = stage_choice(problem, session) if config.parallel.pipeline > 1 else BY_PARAMETERS
         framework = wiring.make_framework(config, session.world, problem.task, monitor.clock, reducer, stages)
         stack.enter_context(closing(framework))
-        wiring.save_memory_when_full(framework, run_dir, session.world.rank)
-        note_nccl(framework.facts.nccl, session, run_dir)
+        wiring.save_memory_when_full(framework, session)
+        note_nccl(framework.facts.nccl, session)
         with session.phase("try the task on one batch"):
             batch = first_batch(problem, session.world)
             validation = first_validation(problem)
@@ -103,7 +99,7 @@ def train(
             for sentence in framework.facts.advice:
                 session.warn(sentence)
         data = stack.enter_context(closing(make_data(problem, session.world, framework.host.place)))
-        made = wiring.make_hooks(config, session, run_dir, problem, monitor, hooks, sinks, fresh, data)
+        made = wiring.make_hooks(config, session, problem, monitor, hooks, sinks, fresh, data)
         attached = [stack.enter_context(closing(hook)) for hook in made]
         trainer = wiring.make_trainer(config, session.world, problem, framework, monitor.clock, attached, data)
         try:

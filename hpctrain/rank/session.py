@@ -16,7 +16,8 @@ from typing import Any
 
 from hpctrain.comm.group import TIMEOUT_S, Group
 from hpctrain.comm.world import World, alone, connect, in_grid, launched_rank
-from hpctrain.config.sections import ParallelConfig
+from hpctrain.config.loading import dump
+from hpctrain.config.sections import Config
 from hpctrain.errors import Code, ExitCode, HpctrainError, RunFailed, code_of
 from hpctrain.rank.stop_requests import SetUpWatch
 from hpctrain.run import last_words
@@ -58,20 +59,6 @@ class RankResult:
     step: int | None = None
     weights_hash: str | None = None
     """Hash of this rank's model parameters; equal on all ranks that hold the same part of the model."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Beginning:
-    """What ranks without a supervisor need to begin an attempt."""
-
-    run_dir: RunDir
-    """The folder that the run file names."""
-    parallel: ParallelConfig
-    """How the attempt partitions the model."""
-    run_file: Callable[[], str]
-    """Returns the text of the resolved run file."""
-    fresh: bool = False
-    """Whether the run begins again."""
 
 
 class PeerFailed(Exception):
@@ -188,31 +175,36 @@ class Session:
         self.apart = True
         return None
 
-    def join_run(self, beginning: Beginning) -> RunDir:
+    @property
+    def folder(self) -> RunDir:
+        """The run folder, once it is known."""
+        assert self.run_dir is not None
+        return self.run_dir
+
+    def join_run(self, config: Config, fresh: bool) -> None:
         """Opens the run folder, and begins an attempt unless a supervisor has done so. Collective.
+
+        ``fresh``: the run begins again.
 
         Raises:
             UserError: the folder is in use by another live run, or cannot be made.
         """
         if self.run_dir is not None:
-            return self.run_dir
+            return
+        run_dir = RunDir.of(config.name, config.run_dir)
+        number = 0
         with self.phase("open the run folder"):
-            attempt = self.begin_attempt(beginning) if self.world.rank == 0 else 0
-        os.environ[ATTEMPT] = str(self.errors.broadcast(attempt, "learn the attempt's number"))
-        self.open(beginning.run_dir)
-        return beginning.run_dir
+            if self.world.rank == 0:  # in place of a supervisor
+                run_dir.create()
+                self.holding.enter_context(LiveLock(run_dir, myself()).held())
+                attempt = Attempt(ranks=self.world.size, fresh=fresh or None).under(config.parallel)
+                number = Attempts(run_dir).begin(attempt, dump(config))
+        os.environ[ATTEMPT] = str(self.errors.broadcast(number, "learn the attempt's number"))
+        self.open(run_dir)
 
     def arrange(self, tensor: int, pipeline: int) -> None:
         """Puts the ranks into tensor and pipeline groups of these sizes. Collective; raises UserError on all ranks."""
         self.world = in_grid(self.world, tensor, pipeline)
-
-    def begin_attempt(self, beginning: Beginning) -> int:
-        """Locks the run folder and begins an attempt, in place of a supervisor; returns its number. On rank 0."""
-        run_dir = beginning.run_dir
-        attempt = Attempt(ranks=self.world.size, fresh=beginning.fresh or None).under(beginning.parallel)
-        run_dir.create()
-        self.holding.enter_context(LiveLock(run_dir, myself()).held())
-        return Attempts(run_dir).begin(attempt, beginning.run_file())
 
     def open(self, run_dir: RunDir) -> None:
         """Writes this rank's first word into the run folder and redirects output to its log."""
@@ -225,13 +217,11 @@ class Session:
 
     def log(self) -> Path:
         """Path of this rank's log."""
-        assert self.run_dir is not None
-        return self.run_dir.log("x" if self.word.rank is None else self.word.rank, current_attempt())
+        return self.folder.log("x" if self.word.rank is None else self.word.rank, current_attempt())
 
     def word_file(self) -> WordFile:
         """File of this rank's last word."""
-        assert self.run_dir is not None
-        return WordFile.of(self.run_dir, current_attempt(), self.word)
+        return WordFile.of(self.folder, current_attempt(), self.word)
 
     def end(self, ending: Ending, code: int, **fields: Any) -> None:
         """Writes the last word."""
@@ -287,7 +277,7 @@ class Session:
         if self.run_dir is None:
             return True
         try:
-            return create_exclusively(self.word_file().path.with_name("told"), b"", self.run_dir.path)
+            return create_exclusively(self.word_file().path.with_name("told"), b"", self.folder.path)
         except HpctrainError:
             return True
 

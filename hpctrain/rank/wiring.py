@@ -117,29 +117,29 @@ def open_framework(
 
 
 def watched_collectives(
-    task: Task, monitor: MonitorSession, run_dir: RunDir, world: World, config: MonitorConfig
+    task: Task, monitor: MonitorSession, session: Session, config: MonitorConfig
 ) -> CollectiveWatch | None:
     """Starts to watch the collectives of PyTorch's process groups; None if there will be none, or no monitor."""
-    if not (isinstance(task, TorchTask) and world.size > 1 and config.enabled):
+    if not (isinstance(task, TorchTask) and session.world.size > 1 and config.enabled):
         return None
     from hpctrain.backends.torch.collective_watch import watch_collectives
 
-    return watch_collectives(monitor.clock, run_dir, world.rank, config)
+    return watch_collectives(monitor.clock, session.folder, session.world.rank, config)
 
 
-def save_memory_when_full(framework: Framework, run_dir: RunDir, rank: int) -> None:
+def save_memory_when_full(framework: Framework, session: Session) -> None:
     """Has PyTorch write its memory blocks into the run folder when a GPU is out of memory."""
     if framework.facts.name == "torch":
         from hpctrain.backends.torch import accelerator
 
         device = framework.host.device  # type: ignore[attr-defined]
-        accelerator.save_memory_when_full(device, run_dir.full_memory(current_attempt(), rank))
+        path = session.folder.full_memory(current_attempt(), session.world.rank)
+        accelerator.save_memory_when_full(device, path)
 
 
 def make_hooks(
     config: Config,
     session: Session,
-    run_dir: RunDir,
     problem: Problem,
     monitor: MonitorSession,
     more: Sequence[Hook],
@@ -154,23 +154,23 @@ def make_hooks(
     """
     require_watched(config.features(), problem.validation, problem.task)
     refuse(rate_features(problem.task, more))
-    world = session.world
+    world, run_dir = session.world, session.folder
     writer = EventWriter(run_dir.events, session.warn)
     yield StopRequests(session.signals, run_dir, writer.append)
     if world.everyone.size > 1 and not config.parallel.gathers and config.sync.kind != "local":
         yield VerifyWeights(config.reduce.verify_every_steps, config.parallel.shard == "tables")
     watch = watching(config.train.early_stop, config.schedule)
-    what = config.track.profile
-    profiler = PhaseProfiler(profiler_of(problem.task), monitor.clock)
-    profile = [] if what.first_step is None else [Profile(what, profiler, session.warn)]
+    profile: list[Hook] = []
+    if config.track.profile.first_step is not None:
+        profiler = PhaseProfiler(profiler_of(problem.task), monitor.clock)
+        profile = [Profile(config.track.profile, profiler, session.warn)]
     stateful = [*watch, *scheduler_hooks(problem.task), *problem.task.hooks, *more, DataPosition(data)]
     if config.checkpoint.enabled:
         batch, fingerprint = problem.order.global_batch, problem.fingerprint()
         identity = identity_of(dataclasses.asdict(config), batch, fingerprint, problem.sources())
         identity["code"] = code_of(config.task)
         state = kept_state(problem.task.state)
-        given = (config.checkpoint, identity, world, run_dir, writer.append, stateful, fresh, state)
-        yield checkpoint_hook(*given)
+        yield checkpoint_hook(config.checkpoint, identity, world, run_dir, writer.append, stateful, fresh, state)
     # Stateful hooks come after the checkpoint hook, which restores their state.
     yield from (*stateful, *profile, MonitorHook(monitor), RecoveryNote(run_dir, writer.append))
     all_sinks: list[Sink] = []

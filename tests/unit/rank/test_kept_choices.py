@@ -19,7 +19,7 @@ MEASURED = Choice(Candidate("mpi", "node"), {"mpi-node": 0.1, "mpi-flat": 0.2})
 
 
 def choice_in(run_dir: RunDir) -> KeptReducer:
-    return kept_reducer(alone(), run_dir, print)
+    return kept_reducer(SimpleNamespace(world=alone(), warn=print, folder=run_dir))  # type: ignore[arg-type]
 
 
 def test_a_choice_is_kept_for_the_next_attempt_at_the_same_number_of_ranks(
@@ -41,11 +41,11 @@ def test_a_resume_with_another_nccl_says_so(tmp_path: Path, monkeypatch: pytest.
     run_dir, said = RunDir(tmp_path / "run"), list[str]()
     run_dir.create()
     monkeypatch.setenv(ATTEMPT, str(Attempts(run_dir).begin()))
-    session = SimpleNamespace(world=alone(), warn=said.append)
+    session = SimpleNamespace(world=alone(), warn=said.append, folder=run_dir)
     for settings in ({"version": "2.28.9"}, {"version": "2.28.9"}, {}):
-        note_nccl(settings, session, run_dir)  # type: ignore[arg-type]
+        note_nccl(settings, session)  # type: ignore[arg-type]
     assert not said and Attempts(run_dir).info()["nccl"] == {"version": "2.28.9"}
-    note_nccl({"version": "2.29.7", "NCCL_ALGO": "Ring"}, session, run_dir)  # type: ignore[arg-type]
+    note_nccl({"version": "2.29.7", "NCCL_ALGO": "Ring"}, session)  # type: ignore[arg-type]
     assert said == [
         "NCCL differs from that of the last attempt (NCCL_ALGO unset -> Ring, version 2.28.9 -> 2.29.7): the last bits "
         "of sums may differ, too"
