@@ -47,10 +47,10 @@ from hpctrain.launch.engines.fitting import RunResult as RunResult
 from hpctrain.monitor.rank_monitor import MonitorSession as MonitorSession
 from hpctrain.monitor.rank_monitor import start as _start_monitor
 from hpctrain.monitor.ring_clock import RingClock as _MonitorClock
+from hpctrain.programs.heartbeat import heartbeat as heartbeat
+from hpctrain.programs.own_loop import checkpoint_saved as checkpoint_saved
+from hpctrain.programs.own_loop import stop_requested as stop_requested
 from hpctrain.rank.fit import fit as fit
-from hpctrain.rank.heartbeat import heartbeat as heartbeat
-from hpctrain.rank.own_loop import checkpoint_saved as checkpoint_saved
-from hpctrain.rank.own_loop import stop_requested as stop_requested
 from hpctrain.run.events import Event as Event
 from hpctrain.run.figures import Curve as Curve
 from hpctrain.run.figures import Matrix as Matrix

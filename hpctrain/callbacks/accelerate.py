@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import ExitCode
-from hpctrain.rank.own_loop import checkpoint_saved, stop_requested
+from hpctrain.programs.own_loop import checkpoint_saved, stop_requested
 
 
 class SaveOnStop:

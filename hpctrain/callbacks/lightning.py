@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch.callbacks import Callback
 
 from hpctrain.errors import ExitCode
-from hpctrain.rank.own_loop import checkpoint_saved, listen, stop_requested
+from hpctrain.programs.own_loop import checkpoint_saved, listen, stop_requested
 
 
 class SaveOnStop(Callback):

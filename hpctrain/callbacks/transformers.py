@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from hpctrain.errors import ExitCode
-from hpctrain.rank.own_loop import checkpoint_saved, saved_step, stop_requested
+from hpctrain.programs.own_loop import checkpoint_saved, saved_step, stop_requested
 
 
 class SaveOnStop(TrainerCallback):

@@ -41,8 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.set_defaults(program=())
         parser.epilog = PROGRAM.format(command="run -n 4")
         parser.add_argument("--json", action="store_true", help="with --doctor: JSON")
-    add_run_file(parser)
-    next(action for action in parser._actions if action.dest == "run_file").nargs = "?"  # --doctor needs none
+    add_run_file(parser, nargs="?")  # --doctor needs none
     parser.add_argument("--verbose", action="store_true", help="also show the output of libraries and launchers")
 
 

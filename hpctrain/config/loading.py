@@ -107,9 +107,9 @@ def absolute_task(task: str) -> str:
     return f"{Path(module).absolute()}{colon}{function}" if module.endswith(".py") else task
 
 
-def add_run_file(parser: argparse.ArgumentParser, help: str = "YAML run file") -> None:
+def add_run_file(parser: argparse.ArgumentParser, help: str = "YAML run file", nargs: str | None = None) -> None:
     """The arguments of every command that takes a run file: the file, and any key of it as an option."""
-    parser.add_argument("run_file", help=help)
+    parser.add_argument("run_file", help=help, nargs=nargs)
     parser.set_defaults(overrides=[])
 
 

@@ -4,6 +4,5 @@
 part of the data. ``wiring`` is the one place that knows which class implements what; ``fit`` trains. ``stop_requests``
 lets ranks agree to stop. ``trial`` opens a task outside a run: for the doctor, with weights from a file, or to estimate
 memory; ``plan_check`` builds the plan of some ranks without the others. ``predictions`` writes all ranks' outputs to
-one file. ``plain_command`` runs a third-party program as a rank, which meets the others in a ``folder_group``; it may
-call ``heartbeat`` and the functions of ``own_loop``.
+one file.
 """

@@ -9,4 +9,7 @@ failure, and ``decision`` turns it into a verdict. ``rank_environment`` defines 
 ``bad_nodes`` lists nodes to leave out; ``grid`` maps ranks to their parts of a model. ``event_log`` reads and writes
 events; ``time_account`` says where the wall time went; ``figures`` holds what a report shows besides events (curves,
 matrices, plans, pictures). ``tail`` follows files; ``logs`` reads the ranks' output.
+
+It is one room, not three for folder, verdicts and locks, since each needs the other two: an attempt's record holds its
+verdict and takes its number as a lock does, and a verdict is decided from the records of the attempts before it.
 """

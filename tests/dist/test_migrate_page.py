@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.rank.plain_command import reserve_port
+from hpctrain.programs.plain_command import reserve_port
 from tests.support import foreign_programs
 from tests.support.command import PROJECT, environment, events, hpctrain
 from tests.support.mpi import LAUNCH_S, run_in_group

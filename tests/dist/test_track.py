@@ -17,7 +17,7 @@ import h5py
 import numpy as np
 import pytest
 
-from hpctrain.rank.plain_command import reserve_port
+from hpctrain.programs.plain_command import reserve_port
 from tests.support import mpi
 from tests.support.command import PROJECT, events, hpctrain, wait_for, write_run
 from tests.support.mpi import PATIENCE_S

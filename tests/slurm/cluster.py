@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpctrain.rank.plain_command import reserve_port
+from hpctrain.programs.plain_command import reserve_port
 from tests.conftest import NOT_PERMITTED
 from tests.support.mpi import GIVES_WAY, LAUNCH_S, PATIENCE_S, python_path
 from tests.support.warm_ranks import WARM

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.rank.plain_command import reserve_port
+from hpctrain.programs.plain_command import reserve_port
 from tests.support.command import environment
 from tests.support.mpi import Result, rank_command, run_in_group
 

@@ -37,7 +37,8 @@ ROOMS: dict[str, str] = {
     "monitor": "errors system config comm run train",
     "track": "errors system config run train",
     "rank": "errors system config comm run data reduce train tasks backends checkpoint monitor track",
-    "callbacks": "errors rank",
+    "programs": "errors system config comm run backends monitor",
+    "callbacks": "errors programs",
     "registry": "errors config run data checkpoint track rank report",
     "launch": "errors system config comm run checkpoint",
     "report": "errors run system",
@@ -69,6 +70,7 @@ TOKENS: dict[str, int] = {
     "monitor": 33423,
     "track": 6575,
     "rank": 20234,
+    "programs": 4550,
     "registry": 1497,
     "launch": 56208,
     "report": 12869,
@@ -362,7 +364,7 @@ SET_FROM_OUTSIDE = {
     *("grad", "data", "weight", "forward", "training", "deterministic", "atexit", "state", "no_wrap", "globals"),
     *("minimum_version", "check_hostname", "verify_mode"),
     *("should_save", "should_training_stop"),  # how callbacks of the Hugging Face Trainer tell it what to do
-    *("nargs", "epilog", "overrides", "program", "extraction_filter", "_devices", "_timeout"),
+    *("epilog", "overrides", "program", "extraction_filter", "_devices", "_timeout"),
     "unsharded_accumulated_grad",  # of FSDP2, which has no other way to say that a gradient is zero so far
     *("group_name", "global_ranks_in_group"),
     *("last_backward", "batch_norm", "_moments", "embeddings", "update_step", "joint"),

@@ -172,7 +172,7 @@ def rank_environment(
 
 def plain_command() -> list[str]:
     """Returns the words to put before a command that does not use hpctrain."""
-    return python.module("hpctrain.rank.plain_command")
+    return python.module("hpctrain.programs.plain_command")
 
 
 def begun_again(run_dir: RunDir) -> tuple[int, int] | None:

@@ -48,7 +48,7 @@ print(json.dumps(verdict.to_json()))
 @pytest.mark.slow
 @pytest.mark.parametrize(("saves", "action"), [(True, "requeue"), (False, "done")])
 def test_ranks_of_ours_end_together_those_of_a_plain_program_need_not(tmp_path: Path, saves: bool, action: str) -> None:
-    rank = f"{shlex.quote(sys.executable)} -m hpctrain.rank.plain_command"
+    rank = f"{shlex.quote(sys.executable)} -m hpctrain.programs.plain_command"
     ranks = f"PMI_RANK=0 {rank} true & PMI_RANK=1 {rank} sleep 1; wait"
     words = [sys.executable, "-c", SUPERVISOR, str(saves), str(tmp_path / "run"), "bash", "-c", ranks]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
@@ -348,7 +348,7 @@ def attempts_in_place(
     words = [
         sys.executable,
         "-m",
-        "hpctrain.rank.plain_command",
+        "hpctrain.programs.plain_command",
         "bash",
         "-c",
         f"cd {shlex.quote(str(folder))}; {program}",
@@ -475,7 +475,7 @@ TWO_RANKS = f"{{rank}} sleep 60 & PMI_RANK=1 {{rank}} sleep 60 & until {BOTH_JOI
     ],
 )
 def test_who_killed_the_launcher_is_told_from_who_killed_a_rank(tmp_path: Path, program: str, named: str) -> None:
-    rank = f"{shlex.quote(sys.executable)} -m hpctrain.rank.plain_command"
+    rank = f"{shlex.quote(sys.executable)} -m hpctrain.programs.plain_command"
     ranks = 2 if "&" in program else 1
     words = ["bash", "-c", f"cd {shlex.quote(str(tmp_path))}; {program.replace('{rank}', rank)}"]
     launch = Launch(words, {"PMI_RANK": "0"}, ranks, saves=False)

@@ -424,7 +424,7 @@ def test_ranks_end_at_a_step_boundary_where_a_newer_attempt_has_begun(run: RunDi
 
 def test_a_plain_command_is_ended_where_a_newer_attempt_has_begun(run: RunDir) -> None:
     Attempts(run).begin()
-    words = [sys.executable, "-m", "hpctrain.rank.plain_command", "bash", "-c", "echo $$; exec sleep 600"]
+    words = [sys.executable, "-m", "hpctrain.programs.plain_command", "bash", "-c", "echo $$; exec sleep 600"]
     environment = {**os.environ, RUN_DIR: str(run.path), ATTEMPT: "1"}
     with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True) as rank:
         assert rank.stdout is not None

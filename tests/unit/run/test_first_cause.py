@@ -12,7 +12,7 @@ import pytest
 from hpctrain.errors import Code, ExitCode
 from hpctrain.launch.launcher_messages import deaths
 from hpctrain.launch.postmortem import complete
-from hpctrain.rank.plain_command import ending
+from hpctrain.programs.plain_command import ending
 from hpctrain.run.decision import blame
 from hpctrain.run.first_cause import Death, Fact, Found, Standing, first_cause
 from hpctrain.run.last_words import Ending, ErrorWord, LastWord

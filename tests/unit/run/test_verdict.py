@@ -9,7 +9,7 @@ import pytest
 
 from hpctrain.config.sections import ParallelConfig
 from hpctrain.errors import Code, ExitCode
-from hpctrain.rank.plain_command import ending
+from hpctrain.programs.plain_command import ending
 from hpctrain.run.attempts import Attempt
 from hpctrain.run.decision import blame, decide, starts_again, trailing_failures
 from hpctrain.run.grid import Grid

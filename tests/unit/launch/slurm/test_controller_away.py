@@ -97,7 +97,7 @@ def test_a_step_that_fails_for_another_reason_is_not_started_again(programs: Pat
 
 def launched(programs: Path) -> RunVerdict:
     """The verdict on an attempt whose launcher is the program ``srun``."""
-    rank = [sys.executable, "-m", "hpctrain.rank.plain_command", "true"]
+    rank = [sys.executable, "-m", "hpctrain.programs.plain_command", "true"]
     launch = Launch(["srun", *rank], {}, 1, saves=False, unheard=lambda text: bool(client.unheard(text)))
     return supervise(RunDir(programs / "run"), lambda number: launch, Limits(), Attempt())
 

@@ -1,4 +1,4 @@
-"""``python -m hpctrain.rank.plain_command PROGRAM ARGUMENTS``: runs any program as one rank of a run.
+"""``python -m hpctrain.programs.plain_command PROGRAM ARGUMENTS``: runs any program as one rank of a run.
 
 The program gets a log, stop requests (as a signal) and a last word, as hpctrain's own ranks do, and the environment
 variables that its own launcher would set. It need not import hpctrain.
@@ -22,7 +22,7 @@ from typing import Any
 
 from hpctrain.comm.world import EXPECTED_RANKS, launched_rank
 from hpctrain.errors import Code, ExitCode, HpctrainError, Replaced, file_errors
-from hpctrain.rank.folder_group import FolderGroup, MeetingStopped, Place, place_of
+from hpctrain.programs.folder_group import FolderGroup, MeetingStopped, Place, place_of
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import Ending, ErrorWord, LastWord, WordFile, first_word

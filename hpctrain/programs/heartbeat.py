@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from hpctrain.config.loading import load
 from hpctrain.monitor.rank_monitor import start
-from hpctrain.rank.folder_group import folder_world
-from hpctrain.rank.own_loop import supervised
+from hpctrain.programs.folder_group import folder_world
+from hpctrain.programs.own_loop import supervised
 from hpctrain.run.rank_environment import current_attempt
 
 POLL_STEPS = 32

@@ -17,9 +17,9 @@ import pytest
 import hpctrain
 from hpctrain.callbacks.accelerate import SaveOnStop
 from hpctrain.errors import UserError
-from hpctrain.rank import own_loop
-from hpctrain.rank.folder_group import place_of
-from hpctrain.rank.own_loop import Supervised, delayed
+from hpctrain.programs import own_loop
+from hpctrain.programs.folder_group import place_of
+from hpctrain.programs.own_loop import Supervised, delayed
 from hpctrain.run.folder import RunDir
 from hpctrain.run.run_view import RunView
 
@@ -169,7 +169,7 @@ else:
     rank = MPI.COMM_WORLD.rank
 for step in range(1, 1000):
     if step == 3 + rank:  # the ranks are asked at different steps
-        hpctrain.rank.own_loop.supervised().asked = True
+        hpctrain.programs.own_loop.supervised().asked = True
     if hpctrain.stop_requested(agree=True):
         break
 print("stopped at", step, file=open(f"stopped-{rank}", "w"))

@@ -13,8 +13,8 @@ import pytest
 
 from hpctrain.comm.world import launched_rank
 from hpctrain.errors import Code
-from hpctrain.rank.folder_group import MeetingStopped
-from hpctrain.rank.plain_command import ending, said_last, start_program, watch
+from hpctrain.programs.folder_group import MeetingStopped
+from hpctrain.programs.plain_command import ending, said_last, start_program, watch
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import Ending, LastWord
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
@@ -143,7 +143,7 @@ def start(run_dir: RunDir, *command: str, process_group: int | None = None) -> s
     """A rank of a command in a run folder."""
     run_dir.create()
     environment = {**os.environ, RUN_DIR: str(run_dir.path), ATTEMPT: "1"}
-    words = [sys.executable, "-m", "hpctrain.rank.plain_command", *command]
+    words = [sys.executable, "-m", "hpctrain.programs.plain_command", *command]
     return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True, process_group=process_group)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.errors import UserError
-from hpctrain.rank.folder_group import Place
+from hpctrain.programs.folder_group import Place
 from hpctrain.run.event_log import EventWriter
 from hpctrain.run.events import CheckpointSaved, RunStarted, Train
 from hpctrain.run.folder import RunDir

@@ -12,9 +12,9 @@ import pytest
 
 from hpctrain.cli import before_program
 from hpctrain.errors import RunFailed
-from hpctrain.rank.folder_group import FolderGroup, MeetingStopped, folder_world, place_of
-from hpctrain.rank.heartbeat import beat, heartbeat
-from hpctrain.rank.plain_command import master_of, reserve_port, variables
+from hpctrain.programs.folder_group import FolderGroup, MeetingStopped, folder_world, place_of
+from hpctrain.programs.heartbeat import beat, heartbeat
+from hpctrain.programs.plain_command import master_of, reserve_port, variables
 from hpctrain.run.folder import RunDir
 
 HOSTS = ["n1", "n1", "n2", "n2", "n2"]
