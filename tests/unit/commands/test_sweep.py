@@ -10,11 +10,10 @@ import pytest
 
 from hpctrain.cli import main
 from hpctrain.config.loading import dump
-from hpctrain.config.sections import Config
 from hpctrain.errors import ExitCode
 from hpctrain.launch.engines import local
+from hpctrain.launch.engines.local import RunRequest
 from hpctrain.run.attempts import Attempts
-from hpctrain.run.folder import RunDir
 from hpctrain.run.verdict import Action, RunVerdict
 
 FILE = "name: wave\ntask: m:f\ntrain: {epochs: 2, global_batch: 8}\n"
@@ -31,12 +30,13 @@ class Runs:
         self.ends: dict[str, RunVerdict] = {}
         self.started: list[tuple[str, int]] = []
 
-    def run(self, config: Config, ranks: int, words: list[str], verbose: bool, fresh: bool) -> RunVerdict:
-        assert not fresh, "what a run of the sweep has saved is resumed"
-        run = RunDir.of(config.name, config.run_dir)
-        assert words[:2] == ["train", str(run.run_yaml)]
-        assert run.run_yaml.read_text() == dump(config)
-        self.started.append((run.path.name, ranks))
+    def run(self, asked: RunRequest) -> RunVerdict:
+        assert not asked.fresh, "what a run of the sweep has saved is resumed"
+        run = asked.run_dir
+        assert list(asked.words[:2]) == ["train", str(run.run_yaml)]
+        assert run.run_yaml.read_text() == dump(asked.config)
+        assert asked.ranks is not None
+        self.started.append((run.path.name, asked.ranks))
         verdict = self.ends.get(run.path.name, DONE)
         Attempts(run).end(Attempts(run).begin(), verdict, [])
         return verdict

@@ -110,7 +110,7 @@ def templates() -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=False,  # shell, not HTML: every value goes through `word`
     )
-    environment.filters |= {"word": shell_word, "yaml": on_one_line}
+    environment.filters.update(word=shell_word, yaml=on_one_line)
     return environment
 
 
