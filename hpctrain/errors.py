@@ -6,6 +6,7 @@ import contextlib
 import enum
 import errno
 import os
+import re
 from collections.abc import Callable, Iterator
 
 
@@ -52,6 +53,8 @@ class Code(enum.StrEnum):
     NO_PROGRESS = "no_progress"
     """Repeated attempts made no progress."""
     DAMAGED_CHECKPOINT = "damaged_checkpoint"
+    NETWORK = "network"
+    """A server or another host could not be reached, or closed the connection."""
     UNREADABLE_CHECKPOINT = "unreadable_checkpoint"
     """The file system cannot read it at the moment; whether it is damaged is not known."""
     HOROVOD = "horovod"
@@ -202,14 +205,23 @@ def file_errors(what: str, fix: str) -> Iterator[None]:
 GENERAL = (Code.EXCEPTION, Code.USER_ERROR)
 """General codes: the code of an error's cause is more precise."""
 BY_ERRNO = {
-    errno.ENOSPC: Code.DISK_FULL,
-    errno.EDQUOT: Code.DISK_FULL,
-    errno.EFBIG: Code.DISK_FULL,
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), Code.DISK_FULL),
     errno.EROFS: Code.READ_ONLY,
     errno.ENOMEM: Code.OUT_OF_MEMORY,
+    **dict.fromkeys((errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.ETIMEDOUT), Code.NETWORK),
+    **dict.fromkeys((errno.EHOSTUNREACH, errno.ENETUNREACH), Code.NETWORK),
 }
-OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError", "ResourceExhaustedError")
-"""Names of the classes that Python, PyTorch and TensorFlow raise: none of these is imported here."""
+WORDED = {
+    Code.OUT_OF_MEMORY: r"MemoryError|OutOfMemoryError|ResourceExhaustedError|CUBLAS_STATUS_ALLOC_FAILED"
+    r"|(CUDA|HIP|Cuda).{0,20}out of memory",
+    Code.DISK_FULL: r"PytorchStreamWriter failed writing|inline_container\.cc.*unexpected pos",
+    Code.NETWORK: r"gaierror|[Nn]ame resolution|Name or service not known|DistNetworkError"
+    r"|TimeoutError\b[^:]*: .*timed out|[Cc]onnection closed by (remote )?peer",
+    Code.NAN: r"(?i:(loss|gradient)s?\b.{0,40}\b(nan|inf|infinite)\b)|returned nan values|non-?finite (loss|gradient)",
+}
+"""Patterns of what Python, PyTorch, TensorFlow and NCCL say beside the system's own texts."""
+QUOTING = {"ValueError", "TypeError", "LookupError", "KeyError", "IndexError"}
+"""Errors about a value: their text may quote any other error's."""
 
 
 def code_of(error: BaseException) -> Code:
@@ -221,11 +233,16 @@ def code_of(error: BaseException) -> Code:
     return own
 
 
+def code_of_text(text: str) -> Code:
+    """The code of an error whose text is all that is known, as in a program's log: ``RuntimeError: too large``."""
+    quotes = not QUOTING.isdisjoint(text.partition(":")[0].split())
+    worded = [code for code, pattern in WORDED.items() if re.search(pattern, text)]
+    system = [code for number, code in BY_ERRNO.items() if os.strerror(number) in text]
+    return next((code for code in system + worded if code is Code.NAN or not quotes), Code.EXCEPTION)
+
+
 def _foreign(error: BaseException) -> Code:
     if isinstance(error, OSError) and error.errno in BY_ERRNO:
         return BY_ERRNO[error.errno]
-    # PyTorch reports exhausted host memory as a RuntimeError with the system's text.
-    is_memory = type(error) is RuntimeError and os.strerror(errno.ENOMEM) in str(error)
-    if is_memory or {kind.__name__ for kind in type(error).__mro__} & set(OUT_OF_MEMORY):
-        return Code.OUT_OF_MEMORY
-    return Code.EXCEPTION
+    kinds = " ".join(kind.__name__ for kind in type(error).__mro__)
+    return code_of_text(f"{kinds}: {error}")

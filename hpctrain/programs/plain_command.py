@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.comm.world import EXPECTED_RANKS, launched_rank
-from hpctrain.errors import Code, ExitCode, HpctrainError, Replaced, file_errors
+from hpctrain.errors import Code, ExitCode, HpctrainError, Replaced, code_of_text, file_errors
 from hpctrain.programs.folder_group import FolderGroup, MeetingStopped, Place, place_of
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import Ending, ErrorWord, LastWord, WordFile, first_word
 from hpctrain.run.live_lock import BEAT_S
 from hpctrain.run.rank_environment import CONVENTION, PLACE, RUN_DIR, STOP_SIGNAL, WATCHED_DIR, current_attempt
+from hpctrain.run.verdict import FIXES
 from hpctrain.system import cgroups, processes
 from hpctrain.system.address import LOOPBACK, Interface, interfaces, meeting_address
 from hpctrain.system.output import redirect
@@ -46,8 +47,8 @@ GROUP_MARGIN = re.compile(r"^ *(?:[+|]-*(?: \d+ -*)?(?: |$))+", re.MULTILINE)
 ERROR_LINE = re.compile(r"^([A-Za-z_][\w.]*: .*)", re.MULTILINE)
 OF_LAUNCHERS = ("ChildFailedError", "CalledProcessError")
 """Errors by which a launcher within the program reports that the program failed."""
-ENDING = re.compile(r"\b(_shutdown \(threading\.py|_python_exit \()")
-"""Functions in which a Python program that has ended waits for its threads."""
+ENDING = re.compile(r"\b(_shutdown \(threading\.py|_python_exit \(|Failed to find a python interpreter)")
+"""What py-spy says of a Python program that has ended and waits for its threads, or for other ranks in MPI_Finalize."""
 SILENT_S = 5.0
 """Seconds without output after a traceback before a program is examined."""
 LONGEST_LINE = 300
@@ -111,7 +112,9 @@ def start_program(
             raise MeetingStopped("the program was not started: a stop was requested", "nothing to do")
         with file_errors(f"cannot run {words[0]}", "correct launch.command"):
             # there is one thread here, so a preexec_fn is safe
-            return subprocess.Popen(words, env=environment, preexec_fn=become_program)  # noqa: PLW1509
+            # a question to a person ends with an error: Open MPI gives rank 0 a pipe that never ends
+            silent = subprocess.DEVNULL
+            return subprocess.Popen(words, env=environment, stdin=silent, preexec_fn=become_program)  # noqa: PLW1509
 
 
 def program_environment(
@@ -209,9 +212,9 @@ def watch(
 ) -> tuple[bool, int]:
     """Waits for the program to end; returns whether the run was asked to stop, and the exit code.
 
-    A program whose main thread has failed is ended if other threads keep it alive. If a STOP file appears, sends
-    the program the stop signal, once. A signal to this process is not forwarded: schedulers send it to all processes of
-    a rank, and the program may need time to end.
+    A program whose main thread has failed is ended if other threads, or ranks, keep it alive. If a STOP file appears,
+    sends the program the stop signal, once. A signal to this process is not forwarded: schedulers send it to all
+    processes of a rank, and the program may need time to end.
 
     Raises:
         Replaced: this is rank 0, and a newer attempt has begun. The program is still running.
@@ -238,15 +241,15 @@ def watch(
 
 
 def has_failed(pid: int, log: Path) -> bool:
-    """Whether a Python program's main thread has ended with an error, and waits for other threads to end."""
+    """Whether a Python program's main thread has ended with an error, and waits for other threads or ranks to end."""
     end = end_of(log)
     found = list(TRACEBACK.finditer(end))
     if not found or end[found[-1].end() :].count("\n") > 2 or time.time() - log.stat().st_mtime < SILENT_S:
         return False
     from hpctrain.monitor.node.stacks import with_py_spy
 
-    stack, _ = with_py_spy(pid)
-    return bool(stack and ENDING.search(stack))
+    stack, why = with_py_spy(pid)
+    return ENDING.search(stack or why) is not None
 
 
 def said_last(log: Path) -> str:
@@ -291,7 +294,8 @@ def ending(
     how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
     by_itself = code > 0 or code == -signal.SIGABRT  # a failing program may abort while its libraries shut down
     how = f"{program} {how}" + (f" ({said})" if said and by_itself else "")
-    error = ErrorWord(how, "see the rank's log", "exit", "", Code.EXCEPTION)
+    why = code_of_text(said) if by_itself else Code.EXCEPTION
+    error = ErrorWord(how, FIXES.get(why, "see the rank's log"), "exit", "", why)
     if out_of_memory:
         fix = "request more memory (launch.slurm.memory), or start fewer ranks on each node"
         error = ErrorWord(f"{program} was killed by the kernel: out of memory", fix, "exit", "", Code.OUT_OF_MEMORY)

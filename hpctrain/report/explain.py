@@ -101,6 +101,7 @@ TITLES: Mapping[Code, str] = {
     Code.DAMAGED_CHECKPOINT: "No intact checkpoint was found",
     Code.HOROVOD: "Horovod cannot be used",
     Code.OUT_OF_MEMORY: "Memory ran out",
+    Code.NETWORK: "A network connection failed",
     Code.IN_USE: "Another live run holds the run folder",
     Code.PREFLIGHT: "The job could not begin",
     Code.KILLED: "A rank was killed",

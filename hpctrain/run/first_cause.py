@@ -32,6 +32,8 @@ LOST_PEER = re.compile(
     re.IGNORECASE,
 )
 """Matches messages of errors whose cause is in another process."""
+PEERLESS = (Code.EXCEPTION, Code.NETWORK, Code.HOROVOD)
+"""Codes of errors whose cause may be in another process: a full device is one's own, whoever noticed it."""
 
 
 class Standing(IntEnum):
@@ -158,7 +160,7 @@ def is_victim(word: LastWord) -> bool:
         word.error is None or word.error.type == "exit"
     ):
         return True
-    return word.error is not None and LOST_PEER.search(word.error.what) is not None
+    return word.error is not None and word.error.code in PEERLESS and LOST_PEER.search(word.error.what) is not None
 
 
 def _of_word(word: LastWord, together: float) -> Standing:

@@ -18,7 +18,8 @@ BY_CAUSE = {"replaced": Code.IN_USE, **{code.value: code for code in BY_SUPERVIS
 """Code by ``cause``, for stored verdicts that have no code."""
 FIXES: Mapping[Code, str] = {
     Code.OUT_OF_MEMORY: "use a smaller batch (train.accumulate keeps the global one) or fewer data.workers, request "
-    "more memory, or split the model by a plan (hpctrain plan run.yaml shows what fits)"
+    "more memory, or split the model by a plan (hpctrain plan run.yaml shows what fits)",
+    Code.NETWORK: "the same command resumes it; if it happens again, check the address, and whether nodes reach it",
 }
 """Advice by code, for codes that mean the same wherever they occur."""
 

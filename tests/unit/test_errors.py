@@ -7,7 +7,7 @@ import errno
 
 import pytest
 
-from hpctrain.errors import Code, HpctrainError, NoRequeue, Replaced, RunFailed, UserError, code_of
+from hpctrain.errors import Code, HpctrainError, NoRequeue, Replaced, RunFailed, UserError, code_of, code_of_text
 
 
 def caused(error: BaseException, cause: BaseException) -> BaseException:
@@ -31,10 +31,33 @@ def caused(error: BaseException, cause: BaseException) -> BaseException:
         (type("OutOfMemoryError", (RuntimeError,), {})("CUDA"), Code.OUT_OF_MEMORY),
         (RuntimeError("Error code 12 (Cannot allocate memory)"), Code.OUT_OF_MEMORY),
         (ValueError("Error code 12 (Cannot allocate memory)"), Code.EXCEPTION),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"), Code.OUT_OF_MEMORY),
+        (RuntimeError("NCCL error in: a.cpp\nCuda failure 2 'out of memory'"), Code.OUT_OF_MEMORY),
+        (RuntimeError("shape '[2, 3]' is invalid"), Code.EXCEPTION),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "x"), Code.NETWORK),
+        (OSError("<urlopen error [Errno 111] Connection refused>"), Code.NETWORK),
+        (TimeoutError("timed out"), Code.NETWORK),
+        (FloatingPointError("loss is nan at step 5"), Code.NAN),
+        (ValueError("the loss of nanotubes"), Code.EXCEPTION),
     ],
 )
 def test_every_error_has_a_code(error: BaseException, code: Code) -> None:
     assert code_of(error) is code
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB.", Code.OUT_OF_MEMORY),
+        ("OSError: [Errno 28] No space left on device", Code.DISK_FULL),
+        ("urllib.error.URLError: <urlopen error [Errno -2] Name or service not known>", Code.NETWORK),
+        ("ValueError: loss is NaN", Code.NAN),
+        ("KeyError: 'Connection refused'", Code.EXCEPTION),
+        ("", Code.EXCEPTION),
+    ],
+)
+def test_the_last_line_of_a_programs_traceback_has_a_code(line: str, code: Code) -> None:
+    assert code_of_text(line) is code
 
 
 def test_the_cause_of_an_error_is_more_precise_than_a_general_code() -> None:

@@ -59,6 +59,12 @@ def test_exit_codes(code: int, asked: bool, expected: Ending, exit_code: int) ->
 def test_what_a_program_said_is_quoted_if_it_ended_itself(code: int, what: str) -> None:
     made = ending(WORD, "prog", code, False, "OSError: the disk is gone")
     assert made.error is not None and made.error.what == what
+    assert made.error.code is Code.EXCEPTION
+
+
+def test_what_a_program_said_has_a_code_and_its_fix() -> None:
+    made = ending(WORD, "prog", 1, False, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB.")
+    assert made.error is not None and made.error.code is Code.OUT_OF_MEMORY and "smaller batch" in made.error.fix
 
 
 def test_a_program_that_the_kernel_killed_for_memory_says_so() -> None:
@@ -113,16 +119,34 @@ def test_the_group_that_python_prints_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_program_that_failed_beside_a_live_thread_is_ended(tmp_path: Path) -> None:
+def test_a_program_that_failed_and_does_not_end_is_ended(tmp_path: Path) -> None:
     """Its other ranks waited for it, and nothing ended the run."""
-    run_dir = RunDir(tmp_path / "run")
-    program = (
-        "import threading, time; threading.Thread(target=time.sleep, args=(600,)).start(); raise OSError('no disk')"
-    )
-    process = start(run_dir, sys.executable, "-c", program)
-    process.communicate(timeout=PATIENCE_S)
+    waits = {
+        "thread": "import threading, time; threading.Thread(target=time.sleep, args=(600,)).start()",
+        # as mpi4py registers MPI_Finalize, which waits for the other ranks
+        "finalize": "import ctypes; ctypes.pythonapi.Py_AtExit(ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p))",
+    }
+    started = {
+        name: start(RunDir(tmp_path / name), sys.executable, "-c", f"{program}; raise OSError('no disk')")
+        for name, program in waits.items()
+    }
+    for name, process in started.items():
+        process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 1, name
+        assert "OSError: no disk" in word(RunDir(tmp_path / name))["error"]["what"]  # type: ignore[index]
+
+
+def test_a_program_that_asks_a_question_gets_no_answer(tmp_path: Path) -> None:
+    """Open MPI gives rank 0 a pipe that never ends: nobody can answer in a batch job."""
+    reading, writing = os.pipe()
+    try:
+        process = start(RunDir(tmp_path / "run"), sys.executable, "-c", "input('overwrite? ')", stdin=reading)
+        process.communicate(timeout=PATIENCE_S)
+    finally:
+        os.close(reading)
+        os.close(writing)
     assert process.returncode == 1
-    assert "OSError: no disk" in word(run_dir)["error"]["what"]  # type: ignore[index]
+    assert "EOFError" in word(RunDir(tmp_path / "run"))["error"]["what"]  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
@@ -139,12 +163,16 @@ def test_the_launcher_says_which_rank(environ: dict[str, str], expected: int | N
     assert launched_rank(environ) == expected
 
 
-def start(run_dir: RunDir, *command: str, process_group: int | None = None) -> subprocess.Popen[str]:
+def start(
+    run_dir: RunDir, *command: str, process_group: int | None = None, stdin: int | None = None
+) -> subprocess.Popen[str]:
     """A rank of a command in a run folder."""
     run_dir.create()
     environment = {**os.environ, RUN_DIR: str(run_dir.path), ATTEMPT: "1"}
     words = [sys.executable, "-m", "hpctrain.programs.plain_command", *command]
-    return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True, process_group=process_group)
+    return subprocess.Popen(
+        words, env=environment, stdin=stdin, stdout=subprocess.PIPE, text=True, process_group=process_group
+    )
 
 
 def word(run_dir: RunDir) -> dict[str, object]:
