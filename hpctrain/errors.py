@@ -219,7 +219,7 @@ WORDED = {
     r"|TimeoutError\b[^:]*: .*timed out|[Cc]onnection closed by (remote )?peer",
     Code.NAN: r"(?i:(loss|gradient)s?\b.{0,40}\b(nan|inf|infinite)\b)|returned nan values|non-?finite (loss|gradient)",
 }
-"""Patterns of what Python, PyTorch, TensorFlow and NCCL say beside the system's own texts."""
+"""Patterns of what Python, PyTorch, TensorFlow and NCCL say, in addition to the system's texts."""
 QUOTING = {"ValueError", "TypeError", "LookupError", "KeyError", "IndexError"}
 """Errors about a value: their text may quote any other error's."""
 

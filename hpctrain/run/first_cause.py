@@ -33,7 +33,7 @@ LOST_PEER = re.compile(
 )
 """Matches messages of errors whose cause is in another process."""
 PEERLESS = (Code.EXCEPTION, Code.NETWORK, Code.HOROVOD)
-"""Codes of errors whose cause may be in another process: a full device is one's own, whoever noticed it."""
+"""Codes of errors whose cause may be in another process; exhausted memory is always the process's own."""
 
 
 class Standing(IntEnum):
