@@ -274,7 +274,7 @@ def signals() -> Rows:
         yield Case(f"killed-{kind}", label, fault="killed", step=5, keys=keys, says=("SIGKILL",))
     for rank in (0, 1):
         yield Case(f"killed-outside-{rank}", label, rank=rank, step=5, outside=f"KILL rank {rank}", says=("SIGKILL",))
-    yield Case("launcher-killed", label, step=4, outside="KILL mpirun", names=None, says=("mpirun",))
+    yield Case("launcher-killed", label, step=4, outside="KILL mpirun", names=None, says=("and all ranks",))
 
 
 def healthy() -> Rows:

@@ -39,7 +39,8 @@ def make(case: Case, kept: Path) -> str:
     with tempfile.TemporaryDirectory(prefix="failures-") as folder, contextlib.ExitStack() as around:
         here = Path(folder)
         (here / "run").mkdir()
-        words, more = run_of(case, here), dict[str, str]()
+        # SIGINT is ignored in what a shell starts in the background
+        words, more = ["env", "--default-signal=INT", *run_of(case, here)], dict[str, str]()
         network = around.enter_context(hosts(here)) if case.around == "hosts" else None
         if network is not None:
             words, more = network.on(0, *words), {**netns.INTERFACES, "PYTHONPATH": str(Path.cwd())}

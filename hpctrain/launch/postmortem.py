@@ -14,7 +14,7 @@ from hpctrain.errors import Code, ExitCode
 from hpctrain.launch import launcher_messages
 from hpctrain.run.event_log import stored_events
 from hpctrain.run.events import CUT_OFF, Hang
-from hpctrain.run.first_cause import Death, Fact, Found, Standing, first_cause, is_victim
+from hpctrain.run.first_cause import LATE_NOTE_S, Death, Fact, Found, Standing, first_cause, is_victim
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import GOOD_ENDINGS, Ending, LastWord, noted_deaths
 from hpctrain.run.verdict import Action, RunVerdict, failed_with
@@ -26,8 +26,6 @@ ABOUT_RANKS = re.compile(r"\s*(WARNING|Primary job|\S+\s+(noticed|detected|has\s
 """Matches banners that warn, or report how ranks ended."""
 PASSES = re.compile(r"connect|temporary|timed out", re.IGNORECASE)
 """Matches what remote shells say of hosts that may answer later; all else needs a person."""
-LATE_NOTE_S = 2.0
-"""Longest wait for a node agent's note of the death that explains the others."""
 LOOK_AGAIN_S = 0.1
 
 

@@ -53,6 +53,10 @@ SILENT_S = 5.0
 """Seconds without output after a traceback before a program is examined."""
 LONGEST_LINE = 300
 """Characters of a program's last line that are quoted."""
+MOST_LINES = 6
+"""Lines of an error that are read after the first: NCCL gives its cause in the last but one."""
+OTHERS = re.compile(r"^.*(?:terminate called|Traceback)|^[\[=]", re.MULTILINE)
+"""Begin of what is printed after an error and is not part of it."""
 KILL_GRACE_S = 5.0
 """Seconds between asking the program to end and killing it, if a newer attempt has replaced this one."""
 
@@ -253,7 +257,7 @@ def has_failed(pid: int, log: Path) -> bool:
 
 
 def said_last(log: Path) -> str:
-    """Returns the error line of the last traceback near the end of a log, or the log's last line.
+    """Returns the error of the last traceback near the end of a log, with lines that follow; or the log's last line.
 
     A traceback comes first because libraries may print more as they shut down. Of an ExceptionGroup, the first part is
     added; a launcher's own traceback counts only if there is no other.
@@ -263,11 +267,12 @@ def said_last(log: Path) -> str:
     if not found:
         lines = [line for line in end.split("\n") if line.strip()]
         plain = [line for line in lines if not line.startswith((" ", "\t", "[", "="))] or lines
-        return plain[-1].strip()[:LONGEST_LINE] if plain else ""
+        return plain[-1].strip() if plain else ""
     own = [each for each in found if not any(name in each[2] for name in OF_LAUNCHERS)] or found
     error, rest = own[-1][2].strip(), end[own[-1].end() :]
     part = ERROR_LINE.search(rest) if "sub-exception" in error else None
-    return (f"{error}: {part[1].strip()}" if part else error)[:LONGEST_LINE]
+    more = OTHERS.split(rest, maxsplit=1)[0].strip("\n").split("\n")[:MOST_LINES]
+    return f"{error}: {part[1].strip()}" if part else "\n".join([error, *more]).rstrip()
 
 
 def end_of(log: Path) -> str:
@@ -283,7 +288,8 @@ def ending(
 ) -> LastWord:
     """Returns the last word for the program's exit code; pure. Negative codes are signals, as in ``subprocess``.
 
-    ``said`` is the last line of its output, or its error; ``asked``: the run was asked to stop.
+    ``said`` is the last line of its output, or its error, whose first line is quoted; ``asked``: the run was asked to
+    stop.
     """
     final = code in (ExitCode.USER_ERROR, ExitCode.DO_NOT_REQUEUE)
     if code == ExitCode.STOPPED or (asked and not final):
@@ -293,8 +299,8 @@ def ending(
         return dataclasses.replace(word, ending=Ending.COMPLETED, exit_code=ExitCode.DONE)
     how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
     by_itself = code > 0 or code == -signal.SIGABRT  # a failing program may abort while its libraries shut down
-    how = f"{program} {how}" + (f" ({said})" if said and by_itself else "")
-    why = code_of_text(said) if by_itself else Code.EXCEPTION
+    how = f"{program} {how}" + (f" ({said.splitlines()[0][:LONGEST_LINE]})" if said and by_itself else "")
+    why = code_of_text(said) if by_itself else Code.KILLED
     error = ErrorWord(how, FIXES.get(why, "see the rank's log"), "exit", "", why)
     if out_of_memory:
         fix = "request more memory (launch.slurm.memory), or start fewer ranks on each node"

@@ -6,7 +6,7 @@ import math
 import re
 import signal
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum, auto
 
@@ -17,6 +17,8 @@ from hpctrain.system.signals import signal_name
 
 FINAL = (ExitCode.USER_ERROR, ExitCode.DO_NOT_REQUEUE)
 """Exit codes of errors that every attempt would repeat."""
+LATE_NOTE_S = 2.0
+"""Seconds by which an agent on a busy node may note a death late. Ranks wait longer before they abort the others."""
 TOGETHER_S = 15.0
 """Seconds within which one rank's failure makes others fail: libraries give up when a connection closes."""
 MPI_ERR_UNKNOWN = 14
@@ -32,7 +34,7 @@ LOST_PEER = re.compile(
     re.IGNORECASE,
 )
 """Matches messages of errors whose cause is in another process."""
-PEERLESS = (Code.EXCEPTION, Code.NETWORK, Code.HOROVOD)
+FROM_PEERS = (Code.EXCEPTION, Code.NETWORK, Code.HOROVOD)
 """Codes of errors whose cause may be in another process; exhausted memory is always the process's own."""
 
 
@@ -136,7 +138,11 @@ def first_cause(facts: Collection[Fact]) -> Fact | None:
     whole = [fact for fact in facts if isinstance(fact, Found)]
     if any(fact.standing is Standing.LAUNCHER for fact in whole):
         first_error = -math.inf  # ranks died with the launcher, so no death is a first cause
-    deaths = _of_deaths([fact for fact in facts if isinstance(fact, Death)], words, first_error)
+    until: dict[str | None, float] = defaultdict(lambda: first_error)
+    for standing, word in failed:  # only clocks of the same host are compared
+        if standing is Standing.COMPLAINED:
+            until[word.host] = min(until[word.host], _ended(word) + LATE_NOTE_S)
+    deaths = _of_deaths([fact for fact in facts if isinstance(fact, Death)], words, until)
     ranked: list[tuple[Standing, float, float, Fact]] = [
         *((fact.standing, 0.0, 0.0, fact) for fact in whole),
         *((standing, _ended(word), _number(word.rank), word) for standing, word in failed),
@@ -160,7 +166,7 @@ def is_victim(word: LastWord) -> bool:
         word.error is None or word.error.type == "exit"
     ):
         return True
-    return word.error is not None and word.error.code in PEERLESS and LOST_PEER.search(word.error.what) is not None
+    return word.error is not None and word.error.code in FROM_PEERS and LOST_PEER.search(word.error.what) is not None
 
 
 def _of_word(word: LastWord, together: float) -> Standing:
@@ -175,8 +181,11 @@ def _of_word(word: LastWord, together: float) -> Standing:
     return Standing.COMPLAINED if is_victim(word) or _ended(word) > together else Standing.SAID
 
 
-def _of_deaths(reports: Iterable[Death], words: Iterable[LastWord], first_error: float) -> list[Death]:
-    """Merges reports into one death for each rank that did not say how it ended, with its standing."""
+def _of_deaths(reports: Iterable[Death], words: Iterable[LastWord], until: Mapping[str | None, float]) -> list[Death]:
+    """Merges reports into one death for each rank that did not say how it ended, with its standing.
+
+    ``until`` is the Unix time, by host, from which deaths may be consequences of an error.
+    """
     of_rank = {word.rank: word for word in words}
     by_pid: dict[int | None, int | None] = {word.pid: word.rank for word in words}
     known: dict[int, list[Death]] = defaultdict(list)
@@ -196,13 +205,13 @@ def _of_deaths(reports: Iterable[Death], words: Iterable[LastWord], first_error:
             continue
         at = noted[rank]
         how = max(each, key=lambda one: (one.out_of_memory, one.signal or 0, one.exit_code or 0, one.exit_code == 0))
-        standing = _at_most(_of_rank(each, at, at == earliest.get(hosts[rank]), first_error), how.status)
+        standing = _at_most(_of_rank(each, at, at == earliest.get(hosts[rank]), until[hosts[rank]]), how.status)
         standing = standing if rank in of_rank else max(standing, Standing.KILLED)
         found.append(Death(rank, None, None, how.signal, how.exit_code, how.out_of_memory, standing, at))
     return found
 
 
-def _of_rank(each: Iterable[Death], at: float | None, is_first: bool, first_error: float) -> Standing:
+def _of_rank(each: Iterable[Death], at: float | None, is_first: bool, until: float) -> Standing:
     """Returns the standing of a rank's death, before its exit code is considered.
 
     Deaths noted by one node's agent are in the right order; those that a launcher reports are not. ``is_first``: no
@@ -210,7 +219,7 @@ def _of_rank(each: Iterable[Death], at: float | None, is_first: bool, first_erro
     """
     standings = {one.standing for one in each}
     standing = min(standings)
-    if at is not None and at >= first_error:
+    if at is not None and at >= until:
         standing = Standing.LATER
     elif not is_first and (at is not None or standing is Standing.KILLED):
         standing = Standing.REPORTED if Standing.REPORTED in standings else Standing.LATER

@@ -222,3 +222,21 @@ def test_what_several_sources_tell_of_one_death_is_one_fact() -> None:
 def test_of_a_death_and_an_error_at_the_same_moment_the_error_is_the_cause() -> None:
     error = failed(0, "ValueError: x", 1.0)
     assert first_cause([error, running(1), noted(1, -9, 1.0)]) == error
+
+
+@pytest.mark.parametrize(("noted_at", "rank"), [(6.5, 1), (10.0, 0)])
+def test_a_death_long_after_an_error_about_a_connection_did_not_cause_it(noted_at: float, rank: int) -> None:
+    """The failed rank aborted the others: a server of data had refused it, no rank."""
+    complaint = failed(0, "ConnectionRefusedError: [Errno 111] Connection refused", 6.0)
+    facts = [complaint, running(1), noted(1, -9, noted_at)]
+    cause = first_cause(facts)
+    assert cause is not None and not isinstance(cause, Found) and cause.rank == rank
+    elsewhere = [complaint, running(1, "n2"), noted(1, -9, noted_at)]  # whose clock may be ahead
+    assert isinstance(first_cause(elsewhere), Death)
+
+
+def test_a_full_device_is_no_lost_peer() -> None:
+    full = failed(1, "NCCL error in: a.cpp\nCuda failure 2 'out of memory'", 6.0)
+    assert full.error is not None
+    error = dataclasses.replace(full.error, code=Code.OUT_OF_MEMORY)
+    assert first_cause([dataclasses.replace(full, error=error), failed(0, "Connection closed by peer", 5.9)]).rank == 1  # type: ignore[union-attr]
