@@ -29,7 +29,8 @@ def keep(run: Path, kept: Path, names: Mapping[str, str]) -> None:
         names: what replaces what, besides this machine's own names and paths.
     """
     places = {**names, sysconfig.get_path("purelib"): "/opt/venv/lib/python3.11/site-packages"}
-    places |= {sys.prefix: "/opt/venv", str(Path(__file__).parents[2]): "/home/user/project", machine(): "machine-1"}
+    places |= {sys.prefix: "/opt/venv", sys.base_prefix: "/usr", str(Path(__file__).parents[2]): "/home/user/project"}
+    places |= {machine(): "machine-1"}
     partial = kept.with_name(f".{kept.name}")
     shutil.rmtree(partial, ignore_errors=True)
     for path in sorted(run.rglob("*")):

@@ -56,11 +56,11 @@ ROOMS: dict[str, str] = {
 permission."""
 
 TOKENS: dict[str, int] = {
-    "errors": 779,
+    "errors": 942,
     "system": 12571,
     "config": 12584,
     "comm": 6092,
-    "run": 26037,
+    "run": 26139,
     "data": 49275,
     "reduce": 14907,
     "train": 14326,
@@ -70,10 +70,10 @@ TOKENS: dict[str, int] = {
     "monitor": 33423,
     "track": 6575,
     "rank": 15407,
-    "programs": 4524,
+    "programs": 4608,
     "registry": 1497,
-    "launch": 55199,
-    "report": 12869,
+    "launch": 55198,
+    "report": 12875,
     "callbacks": 897,
     "watch": 4903,
     "doctor": 4517,
