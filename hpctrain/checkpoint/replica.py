@@ -1,18 +1,16 @@
 """Copies of a node's shards on the next node, sent by background threads so that training does not wait.
 
 Each rank sends its shards over one connection to a rank of the next node; the last node sends to the first. Both sides
-prove that they hold the run's token (HMAC-SHA256 over both nonces); the data are not encrypted.
+prove that they hold the run's token, see ``system.channel``; the data are not encrypted.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
 import os
 import secrets
 import socket
-import struct
 import threading
 from pathlib import Path
 from typing import Any
@@ -22,16 +20,20 @@ from hpctrain.checkpoint.snapshots import SHARD, SnapshotStore
 from hpctrain.comm.world import World
 from hpctrain.run.folder import PARTIAL
 from hpctrain.system.address import interfaces, listen, meeting_address, routed_address
+from hpctrain.system.channel import (
+    GREETING_S,
+    LARGEST_MESSAGE,
+    LENGTH,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    derive,
+    make_nonce,
+    require_equal,
+)
 
 THREAD = "snapshot-copies"
-HANDSHAKE_S = 10.0
-"""Timeout for the handshake."""
 SILENCE_S = 600.0
 """Timeout for the other side during a transfer; long, because it may be suspended or its disk slow."""
-PROOF_BYTES = 32
-LENGTH = struct.Struct("!I")
-MOST_BYTES = 1 << 16
-"""Maximum size of a message other than a shard."""
 PIECE_BYTES = 1 << 20
 MOST_INCOMING = 256
 """Limit on open incoming connections, including unauthenticated ones."""
@@ -60,7 +62,7 @@ class Replica:
 
     def connect(self, address: str, port: int) -> None:
         """Connect to the next node. Raises OSError."""
-        self.stream = socket.create_connection((address, port), HANDSHAKE_S)
+        self.stream = socket.create_connection((address, port), GREETING_S)
         shake_hands(self.stream, self.token, calls=True)
         self.stream.settimeout(SILENCE_S)
 
@@ -98,7 +100,7 @@ class Replica:
             stack.callback(self.incoming.remove, stream)
             stack.enter_context(stream)
             stack.enter_context(contextlib.suppress(OSError, ValueError))
-            stream.settimeout(HANDSHAKE_S)
+            stream.settimeout(GREETING_S)
             shake_hands(stream, self.token, calls=False)
             stream.settimeout(None)  # the first snapshot may be hours away
             while True:
@@ -137,14 +139,11 @@ class Replica:
 
 def shake_hands(stream: socket.socket, token: bytes, calls: bool) -> None:
     """Prove to each other that both sides hold the token. Raises OSError if the other side does not."""
-    own = secrets.token_bytes(PROOF_BYTES)
+    own = make_nonce()
     stream.sendall(own)
-    peer = receive(stream, PROOF_BYTES)
-    nonces = own + peer if calls else peer + own
-    caller, listener = (hmac.digest(token, side + nonces, "sha256") for side in (b"caller", b"listener"))
-    stream.sendall(caller if calls else listener)
-    if not hmac.compare_digest(receive(stream, PROOF_BYTES), listener if calls else caller):
-        raise ConnectionError("the other side is not of this run")
+    keys = derive(token, calls, own, receive(stream, NONCE_BYTES))
+    stream.sendall(keys.proof)
+    require_equal(receive(stream, PROOF_BYTES), keys.expected)
 
 
 def tell(stream: socket.socket, value: Any) -> None:
@@ -156,7 +155,7 @@ def tell(stream: socket.socket, value: Any) -> None:
 def hear(stream: socket.socket) -> Any:
     """Receive a small JSON value. Raises OSError, ValueError."""
     (size,) = LENGTH.unpack(receive(stream, LENGTH.size))
-    if size > MOST_BYTES:
+    if size > LARGEST_MESSAGE:
         raise ValueError(f"a message of {size} bytes")
     return json.loads(receive(stream, size))
 

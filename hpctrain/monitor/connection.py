@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hmac
 import os
 import socket
 from collections import Counter, deque
 from dataclasses import dataclass
 
-from hpctrain.monitor import framing
+from hpctrain.monitor.framing import Message
 from hpctrain.system import address as system_address
+from hpctrain.system import channel
+from hpctrain.system.channel import ProtocolError
 
+MAGIC = b"hpctrain monitor 2\n"
+HELLO_BYTES = len(MAGIC) + channel.NONCE_BYTES
+GREETING_BYTES = HELLO_BYTES + channel.PROOF_BYTES
 QUEUED_MESSAGES = 64
 """Messages queued for a slow peer; beyond this the oldest are dropped and counted."""
 READ_BYTES = 1 << 18
@@ -55,9 +59,9 @@ class Connection:
         self.dropped = 0
         self.greeting = b""
         """The part of the peer's greeting received so far."""
-        self.keys: framing.Keys | None = None
-        self.sealer: framing.Sealer | None = None
-        self.opener: framing.Opener | None = None
+        self.keys: channel.Keys | None = None
+        self.sealer: channel.Sealer | None = None
+        self.opener: channel.Opener | None = None
         """``sealer`` and ``opener`` are set once the peer has proved itself."""
         self.sending = hello
         self.queue: deque[bytes] = deque()
@@ -72,7 +76,7 @@ class Connection:
             stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):  # seconds
                 stream.setsockopt(socket.IPPROTO_TCP, option, 1)
-        return cls(stream, token, framing.new_hello(), calls, opened)
+        return cls(stream, token, new_hello(), calls, opened)
 
     def fileno(self) -> int:
         """The socket's descriptor, for select."""
@@ -93,10 +97,10 @@ class Connection:
         """Whether there is unsent data, including messages that wait for the peer's proof."""
         return bool(self.sending or self.queue)
 
-    def send(self, message: framing.Message) -> None:
+    def send(self, message: Message) -> None:
         """Queues a message; drops the oldest one if the queue is full, and the message itself if it is too large."""
         content = message.encode()
-        if len(content) > framing.LARGEST_FRAME:
+        if len(content) > channel.LARGEST_FRAME:
             self.dropped += 1
             return
         if len(self.queue) >= QUEUED_MESSAGES:
@@ -116,7 +120,7 @@ class Connection:
         except OSError as error:
             self.fail(error)
 
-    def receive(self) -> list[framing.Message]:
+    def receive(self) -> list[Message]:
         """Returns received messages. Sets ``ended`` if the peer closed the connection or is not of this run."""
         try:
             received = self.stream.recv(self._wanted())
@@ -130,9 +134,9 @@ class Connection:
             return []
         try:
             if self.opener is not None:
-                return [framing.Message.decode(content) for content in self.opener.open(received)]
+                return [Message.decode(content) for content in self.opener.open(received)]
             self._greet(received)
-        except framing.ProtocolError:
+        except ProtocolError:
             self.ended = True
         return []
 
@@ -144,25 +148,29 @@ class Connection:
         """Bytes to read: from an untrusted peer, at most the rest of the current part of its greeting."""
         if self.trusted:
             return READ_BYTES
-        return (framing.HELLO_BYTES if self.keys is None else framing.HELLO_BYTES + framing.PROOF_BYTES) - len(
-            self.greeting
-        )
+        return (HELLO_BYTES if self.keys is None else GREETING_BYTES) - len(self.greeting)
 
     def _greet(self, received: bytes) -> None:
         """Answers a hello with a proof; trusts the peer after its proof."""
         self.greeting += received
-        if self.keys is None and len(self.greeting) == framing.HELLO_BYTES:
-            self.keys = framing.derive(self.token, self.calls, self.hello, self.greeting)
+        if self.keys is None and len(self.greeting) == HELLO_BYTES:
+            if not self.greeting.startswith(MAGIC):
+                raise ProtocolError("the peer does not speak the agent's protocol")
+            self.keys = channel.derive(self.token, self.calls, self.hello, self.greeting)
             self.sending += self.keys.proof
-        elif self.keys is not None and len(self.greeting) == framing.HELLO_BYTES + framing.PROOF_BYTES:
-            if not hmac.compare_digest(self.greeting[framing.HELLO_BYTES :], self.keys.expected):
-                raise framing.ProtocolError("the peer does not hold this run's token")
-            self.sealer, self.opener = framing.Sealer(self.keys.sending), framing.Opener(self.keys.receiving)
+        elif self.keys is not None and len(self.greeting) == GREETING_BYTES:
+            channel.require_equal(self.greeting[HELLO_BYTES:], self.keys.expected)
+            self.sealer, self.opener = channel.Sealer(self.keys.sending), channel.Opener(self.keys.receiving)
 
     def close(self) -> None:
         """Closes the connection."""
         self.ended = True
         self.stream.close()
+
+
+def new_hello() -> bytes:
+    """Makes one side's greeting: MAGIC and a nonce."""
+    return MAGIC + channel.make_nonce()
 
 
 def connect(addresses: list[str], port: int, token: bytes, now: float, timeout_s: float = 2.0) -> Connection | None:
@@ -190,7 +198,7 @@ class DoorLimits:
     """Connections without proof from all addresses."""
     strangers_of_address: int = 16
     """Connections without proof from one address; later ones displace earlier ones."""
-    patience_s: float = 10.0
+    patience_s: float = channel.GREETING_S
     """Longest wait for a proof."""
     hurry_s: float = 1.0
     """Longest wait for a proof while the limit of strangers is reached."""

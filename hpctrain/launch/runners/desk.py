@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import RunFailed
-from hpctrain.launch.runners.link import GREETING_S, Link, Lost, MessageKind, admit, listening_context
+from hpctrain.launch.runners.link import Link, Lost, MessageKind, admit, listening_context
 from hpctrain.launch.runners.ticket import Ticket
 from hpctrain.system.address import listen
+from hpctrain.system.channel import GREETING_S
 from hpctrain.system.output import say
 
 STRANGERS = 64

@@ -1,35 +1,38 @@
 """The protocol between supervisor and node: messages over TLS, after each has proved that it holds the run's key.
 
-The certificate is made for one run and signed by no authority. Instead each side sends an HMAC-SHA256 with the key over
-both nonces and the certificate that it sees. A man in the middle would have to show the node another certificate, and
-a recorded proof is useless in another connection.
+The certificate is made for one run and signed by no authority. Instead the proofs of ``system.channel`` cover the
+certificate that each side sees: a man in the middle would have to show the node another one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import datetime
-import hmac
-import secrets
 import ssl
 import struct
 from enum import IntEnum
 from pathlib import Path
 
 from hpctrain.errors import UserError
+from hpctrain.system.channel import (
+    LARGEST_MESSAGE,
+    NO_KEY,
+    NONCE_BYTES,
+    Keys,
+    ProtocolError,
+    derive,
+    digest,
+    make_nonce,
+    require_equal,
+)
 
-NONCE_BYTES = 32
-"""Size of a nonce, and of a digest."""
 NOBODY = bytes(NONCE_BYTES)
 """Answer to a knock with the wrong key."""
 HEAD = struct.Struct("!BII")
 """Header of a message: kind, number of the command, bytes of content."""
-LARGEST = 1 << 20
 BEAT_S = 1.0
 SILENCE_S = 5.0
 """Silence after which the other side counts as lost."""
-GREETING_S = 10.0
-"""Timeout for the TLS handshake and the proofs together."""
 
 
 class MessageKind(IntEnum):
@@ -56,10 +59,6 @@ class Lost(Exception):
     """The other side has disconnected or is silent."""
 
 
-class NodeRefused(Lost):
-    """The other side does not hold the key."""
-
-
 class Link:
     """One side of a connection between supervisor and node."""
 
@@ -77,7 +76,7 @@ class Link:
             while True:
                 head = await asyncio.wait_for(self.reader.readexactly(HEAD.size), SILENCE_S)
                 kind, number, length = HEAD.unpack(head)
-                if length > LARGEST:
+                if length > LARGEST_MESSAGE:
                     raise Lost("a message is too long")
                 content = await asyncio.wait_for(self.reader.readexactly(length), SILENCE_S) if length else b""
                 if kind != MessageKind.BEAT:
@@ -107,42 +106,39 @@ async def greet(link: Link, key: bytes) -> None:
         key: the run's key.
 
     Raises:
-        Refused: the other side does not hold the key, or the connection is intercepted.
+        ProtocolError: the other side does not hold the key, or the connection is intercepted.
         Lost, OSError: the other side disconnected.
     """
-    mine = secrets.token_bytes(NONCE_BYTES)
-    link.writer.write(mine + _digest(key, b"knock", mine))
+    mine = make_nonce()
+    link.writer.write(mine + digest(key, b"knock", mine))
     theirs = await _read(link)
     if theirs == NOBODY:
-        raise NodeRefused("it does not hold the key of this run")
+        raise ProtocolError(NO_KEY)
     await link.writer.start_tls(calling_context())
     certificate = link.writer.get_extra_info("ssl_object").getpeercert(True)
-    await _prove(link, key, mine + theirs + certificate, b"node", b"supervisor")
+    await _prove(link, derive(key, True, mine, theirs, certificate))
 
 
 async def admit(link: Link, key: bytes, context: ssl.SSLContext, certificate: bytes) -> None:
-    """Opens a connection on the supervisor's side; see ``greet``. Raises Refused, Lost, OSError.
+    """Opens a connection on the supervisor's side; see ``greet``. Raises ProtocolError, Lost, OSError.
 
     ``certificate`` is the one in ``context``, in DER.
     """
     theirs, knock = await _read(link), await _read(link)
-    known = hmac.compare_digest(knock, _digest(key, b"knock", theirs))
-    mine = secrets.token_bytes(NONCE_BYTES) if known else NOBODY
+    try:
+        require_equal(knock, digest(key, b"knock", theirs))
+    except ProtocolError:
+        link.writer.write(NOBODY)
+        raise
+    mine = make_nonce()
     link.writer.write(mine)
-    if not known:
-        raise NodeRefused("it does not hold the key of this run")
     await link.writer.start_tls(context)
-    await _prove(link, key, theirs + mine + certificate, b"supervisor", b"node")
+    await _prove(link, derive(key, False, mine, theirs, certificate))
 
 
-async def _prove(link: Link, key: bytes, about: bytes, own: bytes, other: bytes) -> None:
-    link.writer.write(_digest(key, own, about))
-    if not hmac.compare_digest(await _read(link), _digest(key, other, about)):
-        raise NodeRefused("it does not hold the key of this run")
-
-
-def _digest(key: bytes, purpose: bytes, about: bytes) -> bytes:
-    return hmac.digest(key, purpose + b"\0" + about, "sha256")
+async def _prove(link: Link, keys: Keys) -> None:
+    link.writer.write(keys.proof)
+    require_equal(await _read(link), keys.expected)
 
 
 async def _read(link: Link) -> bytes:

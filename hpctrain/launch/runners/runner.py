@@ -16,11 +16,12 @@ from collections.abc import AsyncIterator, Callable, Mapping
 import psutil
 
 from hpctrain.errors import RunFailed, UserError
-from hpctrain.launch.runners.link import GREETING_S, Link, Lost, MessageKind, NodeRefused, greet
+from hpctrain.launch.runners.link import Link, Lost, MessageKind, greet
 from hpctrain.launch.runners.ticket import ADDRESS, KEY, Ticket
 from hpctrain.system import processes
 from hpctrain.system.address import interfaces
 from hpctrain.system.cgroups import usable_cores
+from hpctrain.system.channel import GREETING_S, ProtocolError
 from hpctrain.system.gpus import usable_gpus
 from hpctrain.system.output import say
 
@@ -140,7 +141,7 @@ async def _connect(find: Callable[[], Ticket], patience_s: float) -> Link:
             for address in ticket.addresses:
                 try:
                     return await _call(address, ticket)
-                except NodeRefused as error:
+                except ProtocolError as error:
                     fix = "use the ticket, or the key, of this run"
                     raise UserError(f"{address}:{ticket.port} is not the supervisor: {error}", fix) from error
                 except (Lost, OSError, TimeoutError) as error:

@@ -28,13 +28,12 @@ from hpctrain.monitor.node.node import Node, NodePlan
 from hpctrain.monitor.shared import PID, RingLayout, SlotReader
 from hpctrain.run.folder import RunDir
 from hpctrain.run.grid import Grid
+from hpctrain.system.channel import GREETING_S
 
 POLL_S = 0.25
 LONGEST_TURN_S = 2.0
 """An agent with a longer gap between two turns was stopped, and probably the ranks were too."""
 RECONNECT_S = 5.0
-PROOF_S = 10.0
-"""Longest wait for proof of the token from the first node's agent; then a new connection is opened."""
 LINGER_S = 3.0
 """Longest wait for last messages at the end."""
 IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -261,7 +260,7 @@ class NodeAgent:
             for answer in self.node.answer(command):
                 self.report(self.connection, answer)
         self.connection.flush()
-        silent = not self.connection.trusted and now - self.connection.opened > PROOF_S
+        silent = not self.connection.trusted and now - self.connection.opened > GREETING_S
         if self.connection.ended or silent:
             self.inputs.attend(self.connection, wanted=False)
             self.connection.close()

@@ -26,8 +26,9 @@ from hpctrain.errors import ExitCode, RunFailed, UserError
 from hpctrain.launch.runners import ask, desk, ticket
 from hpctrain.launch.runners import runner as run_node
 from hpctrain.launch.runners.desk import Desk
-from hpctrain.launch.runners.link import NOBODY, NONCE_BYTES, calling_context, listening_context
+from hpctrain.launch.runners.link import NOBODY, calling_context, listening_context
 from hpctrain.launch.runners.ticket import Ticket
+from hpctrain.system.channel import NONCE_BYTES
 from tests.support.command import wait_for
 from tests.support.mpi import PATIENCE_S
 

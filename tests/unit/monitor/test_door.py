@@ -21,8 +21,7 @@ import pytest
 
 from hpctrain.monitor import shared
 from hpctrain.monitor.chief.hang import Beat, HangWatch
-from hpctrain.monitor.connection import Connection, Door, DoorLimits, connect, listen
-from hpctrain.monitor.framing import new_hello
+from hpctrain.monitor.connection import Connection, Door, DoorLimits, connect, listen, new_hello
 from hpctrain.monitor.node.node import Node, NodePlan
 from hpctrain.monitor.ring_clock import RingClock
 from hpctrain.monitor.shared import PID, STARTED, RingLayout, Slot, SlotReader

@@ -12,20 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.monitor.connection import QUEUED_MESSAGES, Connection
-from hpctrain.monitor.framing import (
-    HELLO_BYTES,
-    LARGEST_FRAME,
-    MAGIC,
-    PROOF_BYTES,
-    Message,
-    Opener,
-    ProtocolError,
-    Sealer,
-    new_hello,
-)
+from hpctrain.monitor.connection import HELLO_BYTES, MAGIC, QUEUED_MESSAGES, Connection, new_hello
+from hpctrain.monitor.framing import Message
 from hpctrain.monitor.node.node import window_message, window_of
 from hpctrain.monitor.window import CAUSES, Window
+from hpctrain.system.channel import LARGEST_FRAME, PROOF_BYTES, Opener, ProtocolError, Sealer
 
 TOKEN = b"t" * 32
 KEY = b"k" * 32
