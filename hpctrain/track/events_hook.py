@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Protocol
 
@@ -14,7 +15,7 @@ from hpctrain.run.event_log import EventWriter
 from hpctrain.run.events import Eval, Event, RunFinished, RunStarted, Train
 from hpctrain.run.figures import Figures, write_figures
 from hpctrain.run.folder import RunDir
-from hpctrain.track.sink import Sink, SlowToClose
+from hpctrain.track.sink import Sink
 from hpctrain.train.clock import Phase
 from hpctrain.train.evaluation import add, mean_over_ranks
 from hpctrain.train.flops import Flops, of_all
@@ -113,10 +114,11 @@ class EventsHook(BaseHook):
 
     def close(self) -> None:
         self.writer.close()
-        slow = [sink for sink in self.sinks if isinstance(sink, SlowToClose)]
-        for end in (*(sink.begin_close for sink in slow), *(sink.close for sink in self.sinks)):
+        with ThreadPoolExecutor(max(1, len(self.sinks))) as at_once:
+            closing = [at_once.submit(sink.close) for sink in self.sinks]
+        for closed in closing:
             with suppress(OSError):
-                end()
+                closed.result()
 
     def start(self, training: Training) -> None:
         """Emits ``run_started``, dated to the start of the attempt's training."""

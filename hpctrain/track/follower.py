@@ -58,7 +58,6 @@ class FollowerSink:
         self.words = (str(run_dir.path), uri, more)
         self.follower: subprocess.Popen[bytes] | None = None
         self.has_warned = False
-        self.ended: float | None = None
 
     def event(self, event: Event) -> None:
         """Starts the follower, which reads events from the file, and reports its problem once."""
@@ -76,21 +75,16 @@ class FollowerSink:
             self.has_warned = True
             foreign_text.show(f"hpctrain: {self.title} does not accept the metrics: {problem}")
 
-    def begin_close(self) -> None:
-        """Tells the follower that there will be no more events."""
-        self.ended = time.monotonic()
-        if self.follower is not None and self.follower.stdin is not None:
-            with contextlib.suppress(OSError):
-                self.follower.stdin.close()
-
     def close(self) -> None:
-        """Waits for the server to receive the rest, only briefly if it does not answer."""
-        if self.ended is None:
-            self.begin_close()
+        """Ends the follower, and waits for the server to receive the rest, only briefly if it does not answer."""
         if self.follower is None:
             return
+        ended = time.monotonic()
+        if self.follower.stdin is not None:
+            with contextlib.suppress(OSError):
+                self.follower.stdin.close()
         while self.follower.poll() is None:
-            waited = time.monotonic() - (self.ended or 0.0)
+            waited = time.monotonic() - ended
             answers = not position(self.run_dir, self.name).get("problem")
             if waited > (FLUSH_S if answers else PATIENCE_S):
                 self.follower.kill()

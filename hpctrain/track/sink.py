@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from hpctrain.run.events import CheckpointSaved, Eval, Event, Train
 from hpctrain.system.json_shape import is_number
@@ -18,15 +18,7 @@ class Sink(Protocol):
         """
 
     def close(self) -> None:
-        """Called at the end of the attempt, successful or not."""
-
-
-@runtime_checkable
-class SlowToClose(Protocol):
-    """A sink whose ``close`` waits for something else, such as a server."""
-
-    def begin_close(self) -> None:
-        """Starts what ``close`` waits for and returns; called on all sinks before any is closed."""
+        """Called at the end of the attempt, successful or not, in a thread of its own: it may wait for a server."""
 
 
 def scalars(event: Event) -> dict[str, float]:

@@ -48,11 +48,6 @@ class Chief:
         self.standstill = Standstill(self.run)
 
     @property
-    def nodes(self) -> Sequence[int]:
-        """[N] node index of each rank."""
-        return self.run.nodes
-
-    @property
     def open_hang(self) -> OpenHang | None:
         """The hang whose stacks are still being collected, if any."""
         return self.standstill.open_hang
@@ -86,7 +81,7 @@ class Chief:
 
     def observer_stopped(self, begin: float, end: float) -> None:
         """Excludes a span in which the agent itself did not run: the ranks may have been stopped too."""
-        self.standstill.forgive(begin, end)
+        self.standstill.suspensions.add(begin, end)
 
     def close(self) -> None:
         """Writes the last live view, the heat map and the pending events."""

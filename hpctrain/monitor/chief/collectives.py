@@ -70,8 +70,8 @@ def who_is_missing(waiting: Mapping[int, Iterable[Collective]]) -> str:
     if not cases:
         return ""
     _, one, missing, inside = min(cases, key=lambda case: case[0])
-    who = f"rank{'s' * (len(missing) > 1)} {sentence.numbers(missing)}"
     others = f"ranks {sentence.numbers(inside)} wait" if len(inside) > 1 else f"rank {inside[0]} waits"
+    who = sentence.of_ranks(missing)
     return f"{who} did not join {one.operation} {one.number} of group {one.group} ({one.inputs}), in which {others}"
 
 

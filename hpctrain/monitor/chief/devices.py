@@ -6,9 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hpctrain.errors import RunFailed
 from hpctrain.monitor.chief.finding import FindingState, Kind, Watched
-from hpctrain.run import bad_nodes
 from hpctrain.run.events import Devices, RankDevice, Straggler
 
 EVENT_S = 600.0
@@ -37,14 +35,8 @@ class DeviceReports:
 
     def accuse(self, host: str, what: str) -> None:
         """Reports a broken GPU, and excludes its host from later attempts if there are others."""
-        now, excluded = time.time(), False
         text = f"{what} on {host}"
-        until = now + 3600 * self.run.config.exclude_hours
-        entry = bad_nodes.BadNode(host, until, self.run.attempt, text, str(self.run.folder.path))
-        try:
-            excluded = len(set(self.run.hosts)) > 1 and bad_nodes.exclude(bad_nodes.of_run(self.run.folder), entry, now)
-        except RunFailed as error:
-            self.run.say(f"the monitor cannot exclude {host}: {error.what}", False)
+        excluded = len(set(self.run.hosts)) > 1 and self.run.exclude(host, text)
         text += f"; the host is excluded from the next requeue, for {self.run.config.exclude_hours:g} h" * excluded
         self.run.say(text, True)
         event = Straggler(
@@ -68,11 +60,9 @@ class DeviceReports:
 
     def write(self) -> None:
         """Writes an event, if anything is known."""
-        totals = {
-            part: sum(joules[part] for joules in self.joules.values() if part in joules)
-            for part in ("cpu", "gpu")
-            if any(part in joules for joules in self.joules.values())
-        }
+        totals: dict[str, float] = {}
+        for part, joules in (pair for spent in self.joules.values() for pair in spent.items()):
+            totals[part] = totals.get(part, 0.0) + joules
         if totals or self.ranks:
             event = Devices(
                 step=self.run.first_step,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.config.sections import MonitorConfig
+from hpctrain.errors import RunFailed
 from hpctrain.monitor.chief.peers import Load, Move
 from hpctrain.monitor.framing import Message
+from hpctrain.run import bad_nodes
 from hpctrain.run.event_log import EventWriter
 from hpctrain.run.folder import RunDir
 from hpctrain.run.grid import Grid
@@ -181,3 +184,14 @@ class Watched:
     def starts_at(self, step: int) -> None:
         """Records the first step that a node's ranks report."""
         self.first_step = max(self.first_step, step)
+
+    def exclude(self, host: str, why: str) -> bool:
+        """Excludes a host from later attempts; whether it was not excluded yet. Says so if that cannot be written."""
+        now = time.time()
+        until = now + 3600 * self.config.exclude_hours
+        entry = bad_nodes.BadNode(host, until, self.attempt, why, str(self.folder.path))
+        try:
+            return bad_nodes.exclude(bad_nodes.of_run(self.folder), entry, now)
+        except RunFailed as error:
+            self.say(f"the monitor cannot exclude {host}: {error.what}", False)
+            return False

@@ -59,8 +59,10 @@ class Measures:
     window: Window
     medians: Array
     """[R] median busy seconds per step, corrected for work."""
+    raw: Array
+    """[R] fraction above the median of the others, without the correction for work."""
     excess: Array
-    """[R] fraction above the median of the others, with or without the correction for work, whichever is smaller."""
+    """[R] the same with or without the correction, whichever is smaller."""
     cost: Array
     """[R] fraction of the window that the job would save without this rank's delay."""
     slow: NDArray[np.bool_]
@@ -102,7 +104,7 @@ class Judge:
         """Returns the findings that this window changes, most important first."""
         if len(window.ranks) < 2:
             zero = np.zeros(len(window.ranks))
-            self.measures = Measures(window, np.median(window.busy, axis=1), zero, zero, zero > 0)
+            self.measures = Measures(window, np.median(window.busy, axis=1), zero, zero, zero, zero > 0)
             return []
         silent = np.all(window.wait <= 0, axis=1)
         if silent.any():
@@ -130,7 +132,7 @@ class Judge:
         z = self.peers.robust_z(medians, busy, ranks, past)
         slow = (excess >= self.rule.slow) & (z >= self.rule.z)
         chance = slowness.chance_excess(busy, self.rule.z)
-        return Measures(window, medians, excess, slowness.cost_of_each(window.busy, window.wait), slow, chance)
+        return Measures(window, medians, raw, excess, slowness.cost_of_each(window.busy, window.wait), slow, chance)
 
     # --- ranks -------------------------------------------------------------------------------------------------------
 
@@ -321,9 +323,8 @@ class Judge:
     def imbalance(self, now: Measures, busy: Array, turns: float) -> list[Finding]:
         """Finding about unequal work: it varies from step to step, reported or not, or a rank always has more."""
         window = now.window
-        raw = self.peers.excess(np.median(window.busy, axis=1), window.ranks, self.baseline.busy)
         least = max(self.rule.slow, slowness.chance_excess(window.busy, self.rule.z))
-        loaded = (raw >= least) & (now.excess < self.rule.calm)
+        loaded = (now.raw >= least) & (now.excess < self.rule.calm)
         lost = slowness.uneven_cost(window.busy, window.wait)
         left = slowness.uneven_cost(busy, window.wait)
         varying = lost >= self.rule.imbalance and left <= 0.5 * lost

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,44 +75,44 @@ class Peers:
             found[group] = len(group) <= self.most_few
         return found
 
-    def scale(self, ranks: Ranks, past: Array | None) -> Array | None:
-        """[R] divisors of times before comparison; None if they cannot be compared yet.
+    def compared(self, ranks: Ranks, past: Array | None) -> Iterator[tuple[Ranks, Array]]:
+        """Groups of compared ranks, with the divisors of their times; none if they cannot be compared yet.
 
         Args:
             ranks: [R] ranks of the window.
             past: [N] typical busy seconds of each rank at the start of the run; None if not known yet.
         """
         if not self.by_own_past:
-            return np.ones(len(ranks))
-        return None if past is None else np.maximum(past[ranks], 1e-9)
+            scale: Array = np.ones(len(ranks))
+        elif past is None:
+            return
+        else:
+            scale = np.maximum(past[ranks], 1e-9)
+        yield from ((group, scale[group]) for group in self.groups(ranks))
 
     def excess(self, values: Array, ranks: Ranks, past: Array | None) -> Array:
         """[R] fraction by which each rank's value is above the median of its peers."""
         found = np.zeros(len(values))
-        if (scale := self.scale(ranks, past)) is not None:
-            for group in self.groups(ranks):
-                if len(group) > 1:
-                    found[group] = slowness.excess_of_each(values[group] / scale[group])
+        for group, scale in self.compared(ranks, past):
+            if len(group) > 1:
+                found[group] = slowness.excess_of_each(values[group] / scale)
         return found
 
     def robust_z(self, medians: Array, busy: Array, ranks: Ranks, past: Array | None) -> Array:
         """[R] ``statistics.robust_z`` within each group."""
         found = np.zeros(len(medians))
-        if (scale := self.scale(ranks, past)) is not None:
-            for group in self.groups(ranks):
-                if len(group) > 1:
-                    own = scale[group]
-                    between = len(group) > self.most_few
-                    found[group] = slowness.robust_z(medians[group] / own, busy[group] / own[:, None], between)
+        for group, scale in self.compared(ranks, past):
+            if len(group) > 1:
+                between = len(group) > self.most_few
+                found[group] = slowness.robust_z(medians[group] / scale, busy[group] / scale[:, None], between)
         return found
 
     def levelled(self, medians: Array, ranks: Ranks, past: Array | None) -> Array:
         """[R] medians as multiples of the peers' median: differences between stages or tensor indexes drop out."""
         found = np.ones(len(medians))
-        if (scale := self.scale(ranks, past)) is not None:
-            for group in self.groups(ranks):
-                own = medians[group] / scale[group]
-                found[group] = own / max(float(np.median(own)), 1e-9)
+        for group, scale in self.compared(ranks, past):
+            own = medians[group] / scale
+            found[group] = own / max(float(np.median(own)), 1e-9)
         return found
 
     def on(self, ranks: Ranks, axis: str, index: int) -> NDArray[np.bool_]:

@@ -42,13 +42,18 @@ def who(verdict: Finding) -> str:
     if verdict.kind is Kind.HOST:
         return f"host {verdict.hosts[0]} (ranks {numbers(verdict.ranks)})"
     where = f" on {verdict.hosts[0]}" if len(verdict.hosts) == 1 else ""
-    return f"rank{'s' if len(verdict.ranks) != 1 else ''} {numbers(verdict.ranks)}{verdict.place}{where}"
+    return f"{of_ranks(verdict.ranks)}{verdict.place}{where}"
 
 
 def numbers(ranks: Sequence[int]) -> str:
     """Formats ranks as ranges: 0-3, 7."""
     runs = ranges(ranks)
     return ", ".join(runs[:8]) + (", ..." if len(runs) > 8 else "")
+
+
+def of_ranks(ranks: Sequence[int]) -> str:
+    """Names ranks: rank 3, ranks 0-3, 7."""
+    return f"rank{'s' if len(ranks) != 1 else ''} {numbers(ranks)}"
 
 
 def costs(verdict: Finding) -> str:
@@ -60,7 +65,7 @@ def of_plan(verdict: Finding) -> str:
     """Names the slow stage or tensor index and the ranks that have it."""
     load = verdict.load
     what = "a part of the model" if load is None else f"{load.axis} {load.index}"
-    return f"{what} (rank{'s' if len(verdict.ranks) != 1 else ''} {numbers(verdict.ranks)})"
+    return f"{what} ({of_ranks(verdict.ranks)})"
 
 
 def moves(verdict: Finding) -> str:
@@ -130,9 +135,7 @@ BY_KIND = {
         f"all {'other ' if v.has_named else ''}ranks are {v.slowdown:.0%} slower than at the start, {costs(v)}: "
         f"{no_rank(v)} to blame"
     ),
-    Kind.ABSTAIN: lambda v: (
-        f"cannot compare ranks: rank{'s' if len(v.ranks) != 1 else ''} {numbers(v.ranks)}: {v.note}"
-    ),
+    Kind.ABSTAIN: lambda v: f"cannot compare ranks: {of_ranks(v.ranks)}: {v.note}",
 }
 CLEARED = {
     Kind.RANK: "{who} {be} as fast as {whose} peers again",
@@ -170,15 +173,13 @@ def common_activity(beats: Sequence[Beat]) -> str:
         doing.setdefault(beat.doing, []).append(beat.rank)
     if len(doing) == 1:
         return next(iter(doing))
-    return " or ".join(
-        f"{what} (rank{'s' if len(ranks) != 1 else ''} {numbers(ranks)})" for what, ranks in doing.items()
-    )
+    return " or ".join(f"{what} ({of_ranks(ranks)})" for what, ranks in doing.items())
 
 
 def waiting_ranks(hang: HangFinding) -> str:
     """Says how many ranks wait, and which of them wait for neighbours within a pass."""
     near = [beat.rank for beat in hang.waiting if beat.waits_for_neighbours]
-    them = f" (rank{'s' if len(near) != 1 else ''} {numbers(near)} in the middle of a pass)" if near else ""
+    them = f" ({of_ranks(near)} in the middle of a pass)" if near else ""
     count = len(hang.waiting)
     return f"{count} rank{'s wait' if count != 1 else ' waits'}{them}"
 

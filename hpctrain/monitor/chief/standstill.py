@@ -130,10 +130,6 @@ class Standstill:
             self.suspensions.add(self.suspended_at, now)
             self.suspended_at = now if stopped else None
 
-    def forgive(self, begin: float, end: float) -> None:
-        """Excludes a span in which no check ran."""
-        self.suspensions.add(begin, end)
-
     def begins_without(self, beats: list[Beat], now: float) -> bool:
         """Whether to check without ranks that have never reported: their time is up. Says once who is missing."""
         if self.first_beat is None and beats:

@@ -21,7 +21,6 @@ from hpctrain.monitor.chief.judge import Judge, Measures
 from hpctrain.monitor.chief.peers import Move, evening
 from hpctrain.monitor.chief.slowness import COMPUTE
 from hpctrain.monitor.framing import Message
-from hpctrain.run import bad_nodes
 from hpctrain.run.events import RankDevice, Straggler
 from hpctrain.run.run_status import LiveRank, LiveWindow
 from hpctrain.system.files import write_atomically
@@ -197,17 +196,10 @@ class Stragglers:
         step = self.run.first_step + (verdict.window + 1) * self.run.config.window_steps
         excluded = False
         if self.run.config.action == "exclude_on_requeue" and is_the_hosts_own(verdict, self.run.hosts):
-            now = time.time()
-            until = now + 3600 * self.run.config.exclude_hours
-            entry = bad_nodes.BadNode(verdict.hosts[0], until, self.run.attempt, text, str(self.run.folder.path))
-            try:
-                excluded = bad_nodes.exclude(bad_nodes.of_run(self.run.folder), entry, now)
-            except RunFailed as error:
-                self.run.say(f"the monitor cannot exclude {entry.host}: {error.what}", False)
+            host, hours = verdict.hosts[0], self.run.config.exclude_hours
+            excluded = self.run.exclude(host, text)
             if excluded:
-                self.run.say(
-                    f"host {entry.host} is excluded at the next requeue, for {self.run.config.exclude_hours:g} h", False
-                )
+                self.run.say(f"host {host} is excluded at the next requeue, for {hours:g} h", False)
         event = Straggler(step=step, attempt=self.run.attempt, **verdict.fields(), sentence=text, excluded=excluded)
         self.run.events.append(event)
 

@@ -315,7 +315,7 @@ def make_agent(plan: AgentPlan, descriptors: int) -> ChiefAgent | NodeAgent:
     if plan.listener is not None:
         limits = DoorLimits()
         most = descriptors - limits.reserved_descriptors
-        if len(set(chief.nodes)) > most:
+        if len(set(chief.run.nodes)) > most:
             log.say(f"watches {most} nodes only: more than {descriptors} open files are not permitted here", False)
         door = Door(socket.socket(fileno=plan.listener), token, descriptors, limits)
     return ChiefAgent(node, chief, door)

@@ -16,6 +16,16 @@ PROC = Path("/proc")
 POWER = Path("/sys/class/powercap")
 NOTABLE = 0.05
 """Smallest fraction of time that is reported."""
+REMARKS = {
+    "throttled_s": (NOTABLE, "the control group's CPU quota throttled it for {:.0%} of the time"),
+    "steal_s": (NOTABLE, "the hypervisor took {:.0%} of the processors"),
+    "hot": (1, "processors throttled {:.0f} times for heat"),
+    "swapped_pages": (100, "the host swaps {:.0f} pages/s"),
+    "memory_pressure_s": (NOTABLE, "tasks waited {:.0%} of the time for memory"),
+    "io_pressure_s": (0.2, "tasks waited {:.0%} of the time for storage"),
+    "retransmits": (100, "the network retransmitted {:.0f} segments/s"),
+}
+"""Counters of a host: the smallest growth that is reported, per second but for ``units`` of ``compare``, and how."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +51,7 @@ class Findings:
 
 def read(pids: Sequence[int], now: float, gpus: Sequence[GpuReading] = ()) -> Reading:
     """Takes a reading; counters that this system lacks are left out."""
-    host = {
-        **cpu_counters(),
-        **memory_counters(),
-        **pressure(),
-        **control_group(),
-        **network_counters(),
-        **cpu_energy(),
-    }
+    host = cpu_counters() | memory_counters() | pressure() | control_group() | network_counters() | cpu_energy()
     return Reading(now, host, {pid: process_counters(pid) for pid in pids}, gpus)
 
 
@@ -60,21 +63,9 @@ def compare(before: Reading, after: Reading) -> Findings:
         now = after.host.get(key, 0.0)
         return max(now - before.host.get(key, now), 0.0)  # 0 for a counter that could not be read before
 
-    host = []
-    if (share := grown("throttled_s") / seconds) >= NOTABLE:
-        host.append(f"the control group's CPU quota throttled it for {share:.0%} of the time")
-    if (share := grown("steal_s") / max(grown("cpu_s"), 1e-3)) >= NOTABLE:
-        host.append(f"the hypervisor took {share:.0%} of the processors")
-    if (times := grown("hot")) > 0:
-        host.append(f"processors throttled {times:.0f} times for heat")
-    if (pages := grown("swapped_pages") / seconds) >= 100:
-        host.append(f"the host swaps {pages:.0f} pages/s")
-    if (share := grown("memory_pressure_s") / seconds) >= NOTABLE:
-        host.append(f"tasks waited {share:.0%} of the time for memory")
-    if (share := grown("io_pressure_s") / seconds) >= 0.2:
-        host.append(f"tasks waited {share:.0%} of the time for storage")
-    if (lost := grown("retransmits") / seconds) >= 100:
-        host.append(f"the network retransmitted {lost:.0f} segments/s")
+    units = {"hot": 1.0, "steal_s": max(grown("cpu_s"), 1e-3)}
+    rates = {key: grown(key) / units.get(key, seconds) for key in REMARKS}
+    host = [text.format(rates[key]) for key, (least, text) in REMARKS.items() if rates[key] >= least]
     host.extend(remarks(after.gpus))
     by_pid, starved = {}, set()
     for pid, counters in after.processes.items():

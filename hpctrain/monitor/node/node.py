@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ import psutil
 from numpy.typing import NDArray
 
 from hpctrain.monitor import shared
-from hpctrain.monitor.chief.hang import ENDED, GONE, STOPPED
+from hpctrain.monitor.chief.hang import ENDED, GONE, STOPPED, Beat
 from hpctrain.monitor.framing import Message
 from hpctrain.monitor.node import host as host_counters
 from hpctrain.monitor.node import stacks
@@ -127,21 +127,20 @@ class Node:
     def beat(self, heads: NDArray[np.float64], now: float) -> Message:
         """Makes the message with each rank's heartbeat."""
         beats = [
-            [
-                *(
-                    int(rank),
-                    int(head[shared.STEPS]),
-                    int(head[shared.MARKED_PHASE]),
-                    round(now - head[shared.MARKED_AT], 3),
-                ),
-                *(self.state(head), int(head[shared.WAITS_FOR])),
-            ]
-            for rank, head in zip(self.ranks, heads, strict=True)
+            Beat(
+                rank,
+                steps=int(head[shared.STEPS]),
+                phase=int(head[shared.MARKED_PHASE]),
+                age_s=round(now - head[shared.MARKED_AT], 3),
+                state=self.state(head),
+                waits_for=int(head[shared.WAITS_FOR]),
+            )
+            for rank, head in zip(self.plan.ranks, heads, strict=True)
             if head[shared.STATE] != shared.JOINING
         ]
         fields = {
             "node": self.plan.node,
-            "beats": beats,
+            "beats": [astuple(beat) for beat in beats],
             "dropped": self.dropped,
             "first_step": int(heads[:, shared.FIRST_STEP].max()),
             "layers": [
