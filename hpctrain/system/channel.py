@@ -69,7 +69,7 @@ def derive(secret: bytes, calls: bool, own: bytes, other: bytes, about: bytes = 
         calls: whether this side opened the connection.
         own: nonce sent by this side.
         other: nonce received.
-        about: what both sides must also see alike, such as a certificate.
+        about: what both sides must also have seen, such as a certificate.
     """
     nonces = own + other if calls else other + own
     sides = (b"caller", b"listener") if calls else (b"listener", b"caller")

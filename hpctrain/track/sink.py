@@ -18,7 +18,7 @@ class Sink(Protocol):
         """
 
     def close(self) -> None:
-        """Called at the end of the attempt, successful or not, in a thread of its own: it may wait for a server."""
+        """Called at the end of the attempt, successful or not, in a separate thread: it may wait for a server."""
 
 
 def scalars(event: Event) -> dict[str, float]:
