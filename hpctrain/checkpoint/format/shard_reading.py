@@ -11,8 +11,10 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,12 +23,10 @@ from numpy.typing import NDArray
 
 from hpctrain.checkpoint.format import shard_index
 from hpctrain.checkpoint.format.boxes import Box, boxes_between, position, run_axis, span
-from hpctrain.checkpoint.format.durable_files import BLOCK_BYTES, crc32, judged, open_regular, read_at, reading
+from hpctrain.checkpoint.format.durable_files import crc32, judged, open_regular, read_at, reading
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, DamagedCheckpoint, Shard, StoredPiece
 from hpctrain.checkpoint.format.shard import blocks_of, gaps
 
-READ_BYTES = 1 << 20
-"""Bytes per system call when a whole file is verified, few enough to stay in cache until they are checksummed."""
 SHARED_BYTES = 1 << 18
 """Minimum size of blocks that another thread checksums; for smaller ones, the handover would take longer."""
 KEPT_BYTES = 8 << 20
@@ -34,74 +34,10 @@ KEPT_BYTES = 8 << 20
 between the blocks of all pieces."""
 LEAST_RUN_BYTES = 4096
 """Without checksums, contiguous runs of at least this size, a page, are read directly instead of whole blocks."""
+PENDING = 2
+"""Limit on the blocks that wait for the other thread."""
 MOST_OPEN = 16
 """Limit on shards kept open while tensors are read, most of which are spread over several shards."""
-
-
-class ShardCheck:
-    """Verifies the checksums of a shard whose bytes are fed in order."""
-
-    def __init__(self, shard: Shard) -> None:
-        self.shard = shard
-        self.segments = segments(shard)
-        self.next = 0
-        """Index of the current segment."""
-        self.position = 0
-        self.crc = 0
-        """CRC-32 of the current segment so far, if it is a block."""
-        self.between = 0
-        """CRC-32 of the HDF5 bytes outside blocks."""
-        self.index = bytearray()
-        self.names: dict[str, None] = {}
-        """Damaged tensors, in order."""
-
-    def feed(self, view: memoryview) -> None:
-        """Process the next bytes."""
-        at = 0
-        while at < len(view):
-            last, expected, name = self.segments[self.next]
-            end = min(len(view), last - self.position)
-            part = view[at:end]
-            if expected is not None:
-                self.crc = crc32(part, self.crc)
-            elif last <= self.shard.hdf5_bytes:
-                self.between = crc32(part, self.between)
-            else:
-                self.index += part
-            if end == last - self.position:
-                if expected is not None and self.crc != expected:
-                    self.names[name] = None
-                self.next, self.crc = self.next + 1, 0
-            at = end
-        self.position += len(view)
-
-    def require_sound(self, path: Path) -> None:
-        """After all bytes were fed, raise DamagedCheckpoint unless they match the checksums."""
-        shard = self.shard
-        if self.names:
-            damaged(path, list(self.names))
-        shard_index.require_same(bytes(self.index), shard, path)
-        if self.between != shard.crc32:
-            damaged(path, [])
-
-
-def segments(shard: Shard) -> list[tuple[int, int | None, str]]:
-    """(end, checksum, tensor) of each block, and (end, None, "") of each range between blocks, in order."""
-    blocks = sorted(
-        (begin, begin + length, crc, stored.piece.tensor.name)
-        for stored in shard.pieces
-        for extents in [blocks_of((stored.offset, stored.piece.num_bytes), stored.block_bytes)]
-        for (begin, length), crc in zip(extents, stored.crc32 or (), strict=True)
-    )
-    found: list[tuple[int, int | None, str]] = []
-    position = 0
-    for begin, end, crc, name in [*blocks, (shard.hdf5_bytes, shard.hdf5_bytes, 0, "")]:
-        if begin > position:
-            found.append((begin, None, ""))
-        if end > begin:
-            found.append((end, crc, name))
-        position = end
-    return [*found, (shard.num_bytes, None, "")]
 
 
 def damaged(path: Path, names: list[str]) -> NoReturn:
@@ -118,6 +54,15 @@ def require_size(descriptor: int, path: Path, shard: Shard) -> None:
         raise DamagedCheckpoint(f"{path} has {size} bytes in place of {shard.num_bytes}")
 
 
+Memory = Callable[[int, int], NDArray[np.uint8]]
+"""memory(begin, end) returns memory into which these bytes of a file are read."""
+
+
+def fresh(begin: int, end: int) -> NDArray[np.uint8]:
+    """New memory."""
+    return np.empty(end - begin, np.uint8)
+
+
 def read_shard(folder: Path, shard: Shard) -> NDArray[np.uint8]:
     """Read and verify all bytes of a shard.
 
@@ -125,42 +70,24 @@ def read_shard(folder: Path, shard: Shard) -> NDArray[np.uint8]:
         DamagedCheckpoint: the file is missing, is a link, has a wrong size, or differs from what was written.
         UnreadableCheckpoint: it cannot be read now, or does not fit into memory.
     """
-    with reading(folder / shard.file) as descriptor:
-        require_size(descriptor, folder / shard.file, shard)
-        buffer = np.empty(shard.num_bytes, dtype=np.uint8)
-        check_all(descriptor, shard, folder / shard.file, lambda begin, end: buffer[begin:end].data, BLOCK_BYTES)
+    path = folder / shard.file
+    with reading(path) as descriptor:
+        require_size(descriptor, path, shard)
+        buffer = np.empty(shard.num_bytes, np.uint8)
+        check_tensors(descriptor, path, shard, lambda begin, end: buffer[begin:end])
+        check_between(descriptor, path, shard, lambda begin, end: buffer[begin:end])
         return buffer
 
 
 def check_shard(folder: Path, shard: Shard) -> None:
     """Verify all bytes of a shard without keeping them. Raises as ``read_shard``."""
-    scratch = np.empty((2, READ_BYTES), dtype=np.uint8)
-    with reading(folder / shard.file) as descriptor:
-        require_size(descriptor, folder / shard.file, shard)
-        path = folder / shard.file
-        check_all(descriptor, shard, path, lambda begin, end: scratch[begin // READ_BYTES % 2, : end - begin].data)
-
-
-def check_all(
-    descriptor: int, shard: Shard, path: Path, memory: Callable[[int, int], memoryview], step_bytes: int = READ_BYTES
-) -> None:
-    """Read and verify a file in steps.
-
-    ``memory(begin, end)`` returns memory for a part, which may be reused for the part after the next. Another thread
-    checksums one part while the next is read. Raises DamagedCheckpoint, OSError.
-    """
-    check = ShardCheck(shard)
-    with ThreadPoolExecutor(1, "checksum") as helper:
-        summed: list[Future[None]] = []
-        for begin in range(0, shard.num_bytes, step_bytes):
-            part = memory(begin, min(begin + step_bytes, shard.num_bytes))
-            if len(summed) > 1:
-                summed.pop(0).result()
-            read_at(descriptor, part, begin)
-            summed.append(helper.submit(check.feed, part))
-        for last in summed:
-            last.result()
-    check.require_sound(path)
+    path = folder / shard.file
+    with reading(path) as descriptor:
+        require_size(descriptor, path, shard)
+        most = max((stored.block_bytes for stored in shard.pieces), default=0)
+        turns = cycle([np.empty(most, np.uint8) for _ in range(PENDING + 1)])
+        check_tensors(descriptor, path, shard, lambda begin, end: next(turns)[: end - begin])
+        check_between(descriptor, path, shard)
 
 
 def check_rest(folder: Path, shard: Shard) -> None:
@@ -168,17 +95,35 @@ def check_rest(folder: Path, shard: Shard) -> None:
     path = folder / shard.file
     with reading(path) as descriptor:
         require_size(descriptor, path, shard)
-        extents = sorted((stored.offset, stored.piece.num_bytes) for stored in shard.pieces)
-        found = 0
-        for begin, end in gaps(extents, shard.hdf5_bytes):
-            part = bytearray(end - begin)
-            read_at(descriptor, memoryview(part), begin)
-            found = crc32(part, found)
-        if found != shard.crc32:
-            damaged(path, [])
-        tail = bytearray(shard.num_bytes - shard.hdf5_bytes)
-        read_at(descriptor, memoryview(tail), shard.hdf5_bytes)
-        shard_index.require_same(bytes(tail), shard, path)
+        check_between(descriptor, path, shard)
+
+
+def check_tensors(descriptor: int, path: Path, shard: Shard, memory: Memory) -> None:
+    """Read and verify all tensors in a file; memory may be reused after PENDING more calls of ``memory``.
+
+    Raises DamagedCheckpoint, OSError.
+    """
+    with closing(Checks()) as checks:
+        for stored in shard.pieces:
+            piece = OpenPiece(descriptor, path, stored, checks)
+            blocks = blocks_of((stored.offset, stored.piece.num_bytes), stored.block_bytes)
+            for number, (begin, size) in enumerate(blocks):
+                piece.read_block(number, memory(begin, begin + size))
+        checks.finish(path)
+
+
+def check_between(descriptor: int, path: Path, shard: Shard, memory: Memory = fresh) -> None:
+    """Read and verify the bytes of a file outside its tensors. Raises DamagedCheckpoint, OSError."""
+    found = 0
+    for begin, end in gaps(sorted((it.offset, it.piece.num_bytes) for it in shard.pieces), shard.hdf5_bytes):
+        part = memory(begin, end)
+        read_at(descriptor, part.data, begin)
+        found = crc32(part.data, found)
+    if found != shard.crc32:
+        damaged(path, [])
+    index = memory(shard.hdf5_bytes, shard.num_bytes)
+    read_at(descriptor, index.data, shard.hdf5_bytes)
+    shard_index.require_same(index.tobytes(), shard, path)
 
 
 class RecentBlocks:
@@ -213,30 +158,42 @@ class Checks:
 
     def __init__(self) -> None:
         self.helper: ThreadPoolExecutor | None = None
-        self.pending: list[tuple[Future[int], int, Path, str]] = []
-        """(checksum, expected value, file, tensor) of each block in the other thread."""
+        self.pending: list[tuple[Future[int], int, str]] = []
+        """(checksum, expected value, tensor) of each block in the other thread."""
+        self.wrong: dict[str, None] = {}
+        """Damaged tensors, in order."""
 
-    def add(self, memory: NDArray[np.uint8], expected: int, path: Path, name: str) -> None:
-        """Check a block that was read; a large one is only checked by ``finish``. Raises DamagedCheckpoint."""
+    def add(self, memory: NDArray[np.uint8], expected: int, name: str) -> None:
+        """Check a block that was read. Its memory must not change until PENDING more were added."""
         if memory.size < SHARED_BYTES:
-            if crc32(memory.data) != expected:
-                damaged(path, [name])
+            self._compare(crc32(memory.data), expected, name)
             return
         self.helper = self.helper or ThreadPoolExecutor(1, "checksum")
-        self.pending.append((self.helper.submit(crc32, memory.data), expected, path, name))
+        self.pending.append((self.helper.submit(crc32, memory.data), expected, name))
+        if len(self.pending) > PENDING:
+            self._settle()
 
-    def finish(self) -> None:
-        """Raise DamagedCheckpoint unless all added blocks match their checksums."""
-        pending, self.pending = self.pending, []
-        for found, expected, path, name in pending:
-            if found.result() != expected:
-                damaged(path, [name])
+    def finish(self, path: Path) -> None:
+        """Raise DamagedCheckpoint unless all added blocks of this file match their checksums."""
+        while self.pending:
+            self._settle()
+        names, self.wrong = list(self.wrong), {}
+        if names:
+            damaged(path, names)
 
     def close(self) -> None:
         """End the thread, which restarts when needed; blocks not compared yet are discarded."""
         if self.helper:
             self.helper.shutdown()
-        self.helper, self.pending = None, []
+        self.helper, self.pending, self.wrong = None, [], {}
+
+    def _settle(self) -> None:
+        found, expected, name = self.pending.pop(0)
+        self._compare(found.result(), expected, name)
+
+    def _compare(self, found: int, expected: int, name: str) -> None:
+        if found != expected:
+            self.wrong[name] = None
 
 
 class ShardFiles:
@@ -269,7 +226,7 @@ class ShardFiles:
                 piece.read_whole(out)
             else:
                 piece.read_part(wanted, out, self.recent)
-            self.checks.finish()
+            self.checks.finish(path)
         except (OSError, MemoryError) as error:
             self.checks.close()
             raise judged(error, path) from error
@@ -322,7 +279,7 @@ class OpenPiece:
         """Read the whole piece into a contiguous array."""
         memory, block_bytes = out.reshape(-1).view(np.uint8), self.stored.block_bytes
         for number, begin in enumerate(range(0, memory.size, block_bytes)):
-            self._read_block(number, memory[begin : begin + block_bytes])
+            self.read_block(number, memory[begin : begin + block_bytes])
 
     def read_part(self, wanted: Box, out: NDArray[Any], recent: RecentBlocks) -> None:
         """See ``ShardFiles.read``."""
@@ -343,7 +300,7 @@ class OpenPiece:
             block_begin = number * block_bytes
             block_end = min(block_begin + block_bytes, piece.num_bytes)
             if run is not None and begin <= block_begin and block_end <= end:  # read directly into the result
-                self._read_block(number, run[block_begin - begin : block_end - begin])
+                self.read_block(number, run[block_begin - begin : block_end - begin])
                 continue
             parts = list(boxes_between(piece.shape, block_begin // item.itemsize, block_end // item.itemsize))
             if not any(part.overlap(here).size for part in parts):
@@ -365,16 +322,16 @@ class OpenPiece:
             read_at(self.descriptor, memory.data, self.stored.offset + position(begin, shape) * item_bytes)
         return True
 
-    def _read_block(self, number: int, memory: NDArray[np.uint8]) -> None:
+    def read_block(self, number: int, memory: NDArray[np.uint8]) -> None:
         """Fill ``memory`` with a block and add its checksum to ``checks``, if the file has checksums."""
         read_at(self.descriptor, memory.data, self.stored.offset + number * self.stored.block_bytes)
         if self.stored.crc32 is not None:
-            self.checks.add(memory, self.stored.crc32[number], self.path, self.stored.piece.tensor.name)
+            self.checks.add(memory, self.stored.crc32[number], self.stored.piece.tensor.name)
 
     def _read_verified(self, number: int, memory: NDArray[np.uint8]) -> None:
-        """Like ``_read_block``, but verify the block immediately."""
-        self._read_block(number, memory)
-        self.checks.finish()
+        """Like ``read_block``, but verify the block immediately."""
+        self.read_block(number, memory)
+        self.checks.finish(self.path)
 
 
 def scatter(values: NDArray[Any], parts: list[Box], here: Box, target: NDArray[Any]) -> None:
