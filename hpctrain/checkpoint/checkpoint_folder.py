@@ -25,7 +25,9 @@ from hpctrain.checkpoint.format.layout import (
     shard_file,
 )
 from hpctrain.checkpoint.format.shard import ShardImage, Skeleton
+from hpctrain.checkpoint.policy import KEEP_ALL, Retention
 from hpctrain.checkpoint.read_retry import patiently
+from hpctrain.comm.group import Group
 from hpctrain.errors import Code, RunFailed, UserError
 from hpctrain.run.folder import PARTIAL, name_of_step, step_named
 from hpctrain.system.files import sync
@@ -43,9 +45,7 @@ def no_fence() -> None:
 class CheckpointFolder:
     """Lists, commits, removes and renames checkpoints, ``step-<number>/``, in a folder.
 
-    Args:
-        path: the folder; created with its parents when the first checkpoint is written.
-        fence: called before each commit and removal; raises Replaced if this process may no longer write.
+    See ``CheckpointStore`` for the arguments.
     """
 
     file_mode = 0o666
@@ -53,9 +53,23 @@ class CheckpointFolder:
     _last_file = MANIFEST_FILE
     """The file that completes a checkpoint."""
 
-    def __init__(self, path: str | os.PathLike[str], fence: Callable[[], None] = no_fence) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        keep: Retention = KEEP_ALL,
+        group: Group | None = None,
+        fence: Callable[[], None] = no_fence,
+        peers: Group | None = None,
+        copies: Group | None = None,
+        local: Group | None = None,
+    ) -> None:
         self.path = Path(path)
+        self.keep = keep
+        self.group = group or Group("alone")
         self.fence = fence
+        self.peers = peers or self.group
+        self.copies = copies or Group("alone")
+        self.local = local or self.group
 
     def steps(self) -> list[int]:
         """Steps of all checkpoints, ascending. Whether they are sound is only known after ``load`` or ``verify``.

@@ -26,9 +26,7 @@ from hpctrain.checkpoint.format.boxes import Coordinates
 from hpctrain.checkpoint.format.layout import named_apart, shard_file
 from hpctrain.checkpoint.format.paced_write import Dropped
 from hpctrain.checkpoint.format.shard import ShardImage, Skeleton, host_buffer, skeleton
-from hpctrain.checkpoint.policy import Retention
 from hpctrain.checkpoint.writer_shares import place_in, share_of
-from hpctrain.comm.group import Group
 from hpctrain.comm.step_vote import SaveVote, StepVote
 from hpctrain.errors import Code, HpctrainError, NoRequeue, Replaced, RunFailed, code_of
 from hpctrain.train.framework import SPOILED_FIX
@@ -130,33 +128,21 @@ class Saver:
     """Saves a run's checkpoints, one in flight at a time. Create it with ``open_saver``.
 
     Args:
-        folder: where to save.
-        keep: which checkpoints to keep after a save.
-        group: the ranks; all call every method in the same order.
+        folder: where to save; its ranks call every method in the same order.
         writers: ranks of the group that split the writing of replicated state. Each rank writes its rank-local state.
         token: distinguishes this saver's partial folders from those of others; equal on all ranks.
         allocate: returns contiguous uint8 staging memory of a number of bytes (pinned, for GPUs).
-        peers, copies, local: ranks of the group, see ``CheckpointStore``; by default all, this one, and all.
     """
 
     def __init__(
         self,
         folder: CheckpointFolder,
-        keep: Retention,
-        group: Group,
         writers: Sequence[int],
         token: str,
         allocate: Callable[[int], NDArray[np.uint8]] = host_buffer,
-        peers: Group | None = None,
-        copies: Group | None = None,
-        local: Group | None = None,
     ) -> None:
         self.folder = folder
-        self.keep = keep
-        self.group = group
-        self.peers = peers or group
-        self.copies = copies or Group("alone")
-        self.local = local or group
+        self.group = folder.group
         self.writers = tuple(writers)
         self.token = token
         self.allocate = allocate
@@ -204,7 +190,9 @@ class Saver:
         if self.plan is None or layout != self.layout:
             self.plan = None
             self.images.clear()  # free the old staging memory before the new is allocated
-            sources, self.total_bytes = share_of(tensors, self.group, self.peers, self.copies, self.writers)
+            sources, self.total_bytes = share_of(
+                tensors, self.group, self.folder.peers, self.folder.copies, self.writers
+            )
             sources.sort(key=lambda source: source[1].num_bytes)  # else libhdf5 searches all gaps for each small one
             self.sources = [(index, place_in(tensors[index].cut, piece)) for index, piece in sources]
             self.trained = frozenset(tensor.name for tensor in tensors if tensor.is_trained)
@@ -328,15 +316,15 @@ class Saver:
 
     def _require_space(self, partial: Path, own_bytes: int) -> None:
         """Raise RunFailed if space is missing, for one shard, or on a folder's first rank for all missing shards."""
-        missing, here = own_bytes, self.total_bytes * self.local.size // self.group.size
-        if self.local.rank == 0:  # others may have begun to write; only one rank, to spare the file server
+        missing, here = own_bytes, self.total_bytes * self.folder.local.size // self.group.size
+        if self.folder.local.rank == 0:  # others may have begun to write; only one rank, to spare the file server
             missing = max(own_bytes, here - sum(entry.stat().st_size for entry in os.scandir(partial)))
         self.folder.require_room(partial, missing + spare_bytes(here))
 
     def _commit(self, step: int, partial: Path, meta: Mapping[str, Any]) -> int:
         """Commit, on a folder's first rank, in the background; returns the bytes written to the folder."""
         is_cut = any(placement is Placement.CUT for _, _, _, placement, *_ in self.layout)
-        owners = self.peers.size
+        owners = self.folder.peers.size
         num_bytes = self.folder.commit(partial, step, self.group.size, meta, looks_through=is_cut, owners=owners)
         self.sound.add(step)
         return num_bytes
@@ -345,20 +333,20 @@ class Saver:
         """Remove checkpoints that are no longer kept, on a folder's first rank, in the background."""
         protected = self.protected | {max(self.sound)}
         with suppress(OSError, HpctrainError):  # retried after the next save
-            for old in self.keep.removable(self.folder.steps(), protected):
+            for old in self.folder.keep.removable(self.folder.steps(), protected):
                 self.folder.remove(old)
 
     def _enter(self, job: SaveJob, stage: SaveStage, work: Callable[..., Any], *arguments: Any) -> None:
         """Start the next stage's work on a folder's first rank; other ranks have nothing to do."""
         job.stage = stage
-        job.future = self.thread.submit(work, *arguments) if self.local.rank == 0 else self.thread.submit(int)
+        job.future = self.thread.submit(work, *arguments) if self.folder.local.rank == 0 else self.thread.submit(int)
 
     def _end(self, job: SaveJob) -> SaveResult:
         """End the job and start the one that is waiting, if any."""
         num_bytes = job.future.result() if job.stage is SaveStage.COMMITTING else 0
         if not job.failure and job.image and job.image.keeps:
             self.kept = job.image
-        if self.local.rank == 0 and not job.failure:
+        if self.folder.local.rank == 0 and not job.failure:
             self.thread.submit(self._clear)
         outcome = SaveResult(
             job.step, self.folder.folder(job.step), num_bytes, job.stall_s, time.monotonic() - job.begin

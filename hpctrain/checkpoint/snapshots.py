@@ -89,7 +89,7 @@ class MemoryStore(SnapshotStore):
 
     def image(self, plan: Skeleton, allocate: Callable[..., NDArray[np.uint8]], number: int) -> ShardImage:
         # The node's ranks check at the same time, before any of them has allocated, so require room for all.
-        self.require_room(self.path, (plan.num_bytes + SPARE_BYTES) * (self.local or self.group).size)
+        self.require_room(self.path, (plan.num_bytes + SPARE_BYTES) * self.local.size)
         return SealedImage(plan, allocate, self.path / f"{STAGING}{self.group.rank}-{number}", self.file_mode)
 
     def close(self) -> None:

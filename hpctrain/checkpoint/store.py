@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,12 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hpctrain.checkpoint.checkpoint_folder import CheckpointFolder, no_fence
+from hpctrain.checkpoint.checkpoint_folder import CheckpointFolder
 from hpctrain.checkpoint.export import MODEL
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.checkpoint.format.shard import host_buffer
 from hpctrain.checkpoint.object_state import restore
-from hpctrain.checkpoint.policy import KEEP_ALL, Retention
 from hpctrain.checkpoint.reading import Loaded, Use, load_newest, opened
 from hpctrain.checkpoint.resume_compat import model_changes
 from hpctrain.checkpoint.saver import Saver, array_tensors
@@ -49,23 +47,8 @@ class CheckpointStore(CheckpointFolder):
         local: ranks whose files are in the same folder, if the group's files are spread over several nodes.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        keep: Retention = KEEP_ALL,
-        group: Group | None = None,
-        fence: Callable[[], None] = no_fence,
-        peers: Group | None = None,
-        copies: Group | None = None,
-        local: Group | None = None,
-    ) -> None:
-        super().__init__(path, fence)
-        self.keep = keep
-        self.group = group or Group("alone")
-        self.peers = peers or self.group
-        self.copies = copies
-        self.local = local
-        self.saver: Saver | None = None
+    saver: Saver | None = None
+    """Opened by ``save``."""
 
     def save(
         self,
@@ -174,7 +157,7 @@ def open_saver(
     """
     token = store.group.broadcast(secrets.token_hex(4), "name the partial checkpoints")
     among = range(store.group.size) if writers is None else writers
-    return Saver(store, store.keep, store.group, among, token, allocate, store.peers, store.copies, store.local)
+    return Saver(store, among, token, allocate)
 
 
 def load_framework(framework: StateSource, loaded: Loaded) -> dict[str, NDArray[Any]]:

@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.checkpoint.format.boxes import Box, everything
-from hpctrain.checkpoint.policy import KEEP_ALL
 from hpctrain.checkpoint.saver import Saver
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.comm.group import Group
@@ -115,7 +114,8 @@ def held(plan: Plan, rank: int, count: int, shape: tuple[int, ...], is_saved: bo
 def save(store: CheckpointStore, step: int, plan: Plan, count: int, shape: tuple[int, ...]) -> None:
     """Save as the plan's ranks do, one after another."""
     for rank in range(plan[0]):
-        saver = Saver(store, KEEP_ALL, Rank(rank, plan[0]), range(plan[0]), "plans", peers=Group("data"))
+        own = CheckpointStore(store.path, group=Rank(rank, plan[0]), peers=Group("data"))
+        saver = Saver(own, range(plan[0]), "plans")
         saver.begin(held(plan, rank, count, shape, is_saved=True), step, {})
         assert saver.job is not None
         saver.job.future.result()

@@ -262,7 +262,7 @@ def test_what_the_other_rank_has_written_already_is_not_asked_for_again(
     room = 2 * share + spare_bytes(2 * share) + (1 << 16) - (0 if fits else 2 * share)
     group = Group("one of two")
     group.rank, group.size = rank, 2
-    saver = Saver(store, store.keep, group, [0, 1], "token")
+    saver = Saver(CheckpointStore(store.path, group=group), [0, 1], "token")
     partial = store.partial(3, "token-1")
     store.prepare_folder(partial)
     (partial / f"shard-{1 - rank:05d}-of-00002.h5").write_bytes(bytes(share))
