@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpctrain.checkpoint.contents import FIRST_STEPS, Contents, verify_replicated
-from hpctrain.checkpoint.copies import Copies
 from hpctrain.checkpoint.initial import load_initial
 from hpctrain.checkpoint.initial_match import WeightSource, listed
 from hpctrain.checkpoint.object_state import restore
+from hpctrain.checkpoint.place import Place
 from hpctrain.checkpoint.policy import Policy, Retention, policy_of
-from hpctrain.checkpoint.reading import Loaded
+from hpctrain.checkpoint.reading import Loaded, NotUsed
 from hpctrain.checkpoint.remote import Remote, open_remote
 from hpctrain.checkpoint.reporter import Reporter, not_used
 from hpctrain.checkpoint.resume import RunFolder, changes, resume
@@ -84,35 +84,36 @@ class CheckpointHook(BaseHook):
         objects = [*self.state, own, *(Kept(f"{HOOKS}{hook.name}", hook) for hook in self.hooks)]
         self.contents = Contents(self.store.group, objects, self.identity)
         self.reporter = Reporter(self.store.group.rank == 0, self.report)
-        self.copies = Copies(self.reporter, self.tiers, self.remote)
+        self.places: list[Place] = [place for place in (self.remote, self.tiers) if place]
         self.opened = ExitStack()
-        self.opened.callback(self.copies.close)
+        for place in self.places:
+            self.opened.callback(place.close)
 
     def before_fit(self, training: Training) -> None:
         """Resume from the newest sound checkpoint, or load initial weights."""
         self.contents.begin(training)
         framework, staging = training.framework, training.framework.host.staging
-        sources = self.copies.sources(RunFolder(self.store, self.fresh))
-        loaded = resume(self.store, framework, training.state, self.identity, sources)
+        run_folder = RunFolder(self.store, self.fresh)
+        preferred = (run_folder,) if self.fresh else (self.tiers, run_folder, self.remote)
+        places = [place for place in preferred if place]
+        loaded = resume(self.store, framework, training.state, self.identity, places)
         self.saver = open_saver(self.store, writers(self.config.writers, training.world), staging)
         self.opened.callback(self.saver.close)
-        if not loaded:
-            self.reporter.say(map(not_used, self.copies.lost))
-        self.copies.open_tiers(loaded, staging)
         tier = None
         if loaded:
-            places = filter(None, (source.place_of(loaded.path) for source in sources))
-            tier, path = next(places, (None, str(loaded.path)))
+            known = filter(None, (place.place_of(loaded.path) for place in places))
+            tier, path = next(known, (None, str(loaded.path)))
             self._take_over(loaded, tier, path)
-            self.reporter.say(changes(loaded, self.identity))
+            self.reporter.report(changes(loaded, self.identity))
             accepted, everyone = self.config.accept, training.world.everyone
-            self.reporter.say(compare_model(framework, loaded, everyone, accepted))
-            self.reporter.say(
-                restore(self.contents.objects, loaded, framework.facts.leaves, self.store.peers, accepted)
-            )
+            self.reporter.report(compare_model(framework, loaded, everyone, accepted))
+            leaves, peers = framework.facts.leaves, self.store.peers
+            self.reporter.report(restore(self.contents.objects, loaded, leaves, peers, accepted))
         else:
+            self.reporter.report(map(not_used, self._lost()))
             self._load_initial(training)
-        self.copies.open_store(loaded, self.fresh, is_local=tier is None)
+        for place in self.places:
+            self.reporter.report(place.take_over(loaded, self.fresh, staging))
         self._protect()
         self.schedule.begin(is_due=tier is not None)  # then the run folder does not have this checkpoint yet
 
@@ -122,10 +123,10 @@ class CheckpointHook(BaseHook):
             self.saved_step = loaded.step
             self.saver.sound.add(loaded.step)
         self.best_saved = best_steps(self.store)
-        passed_over = [*(one for one in self.copies.lost if one.step > loaded.step), *loaded.rejected]
+        passed_over = [*(one for one in self._lost() if one.step > loaded.step), *loaded.rejected]
         rejected = tuple(events.Rejected(one.step, one.reason) for one in passed_over)
         resumed = events.Resumed(step=loaded.step, path=path, tier=tier, ranks=loaded.ranks, rejected=rejected)
-        self.reporter.report(resumed)
+        self.reporter.report([resumed])
 
     def _load_initial(self, training: Training) -> None:
         """Load initial weights if the run file names some. Raises UserError if the model has none otherwise."""
@@ -133,7 +134,7 @@ class CheckpointHook(BaseHook):
             source = WeightSource(self.config.init_from, self.config.init_rename, self.config.init_missing)
             world = training.world
             match = load_initial(source, training.framework, world.pipeline, world.everyone)
-            self.reporter.report(events.InitialWeights(step=0, path=source.path, **dataclasses.asdict(match)))
+            self.reporter.report([events.InitialWeights(step=0, path=source.path, **dataclasses.asdict(match))])
         elif left := training.framework.facts.meta_init:
             raise UserError(
                 f"{listed(sorted(left))} of the model have no values: the task made them on "
@@ -149,10 +150,11 @@ class CheckpointHook(BaseHook):
     def after_hooks(self, training: Training) -> None:
         """Advance the checkpoint in flight, and start one that is due."""
         if warning := self.contents.undeclared(training):
-            self.reporter.say([warning])
+            self.reporter.report([warning])
         agreed = training.ballot.agreed()
         self._settle(self.saver.advance(agreed.checkpoint))
-        self.copies.advance(agreed, training.state.step)
+        for place in self.places:
+            self.reporter.report(place.advance(agreed, training.state.step))
         self._protect()
         if self.schedule.begins(training.state, agreed.checkpoint.due, self.saver.idle):
             self._begin(training)
@@ -163,11 +165,15 @@ class CheckpointHook(BaseHook):
             tensors = self.contents.tensors(training)
             with suppress(MemoryError, OSError, RunFailed):  # the first save retries and reports the error
                 self.saver.prepare(tensors)
-                self.copies.prepare(tensors)
-        self.copies.snapshot(training, self.contents, self.schedule.is_best)
+                for place in self.places:
+                    place.prepare(tensors)
+        votes: dict[str, Any] = {}
+        for place in self.places:
+            place.snapshot(training, self.contents, self.schedule.is_best)
+            votes |= place.vote()
         training.clock.mark(Phase.CHECKPOINT)
         is_late = self.reporter.is_first and self.schedule.is_late()
-        training.ballot.cast(checkpoint=self.saver.vote(is_late), **self.copies.votes())
+        training.ballot.cast(checkpoint=self.saver.vote(is_late), **votes)
 
     def after_fit(self, training: Training, reason: StopReason) -> None:
         """Save the final state and wait until it is durable. Raises RunFailed if it cannot be saved.
@@ -183,7 +189,9 @@ class CheckpointHook(BaseHook):
             self._begin(training)
             self._settle(self.saver.finish()).path_or_raise()
         wait_s = self.config.tiers.store.wait_s
-        self.copies.finish(step, self.store.folder(step), min(wait_s, STOP_S) if is_requested else wait_s)
+        wait_s = min(wait_s, STOP_S) if is_requested else wait_s
+        for place in self.places:
+            self.reporter.report(place.finish(step, self.store.folder(step), wait_s))
 
     def close(self) -> None:
         self.opened.close()
@@ -212,7 +220,8 @@ class CheckpointHook(BaseHook):
         step, path = outcome.step, str(outcome.path)
         if outcome.error:
             failures = self.schedule.failed()
-            self.reporter.report(events.CheckpointFailed(step=step, path=path, error=outcome.error, failures=failures))
+            failed = events.CheckpointFailed(step=step, path=path, error=outcome.error, failures=failures)
+            self.reporter.report([failed])
             return outcome.path_or_raise() if outcome.is_final else outcome
         self.saved_step = step
         if step in self.best_steps:
@@ -220,14 +229,18 @@ class CheckpointHook(BaseHook):
             self.best_steps = {other for other in self.best_steps if other > step}
         stall_s, write_s = self.schedule.saved(outcome.write_s).stall_s, outcome.write_s
         saved = events.CheckpointSaved(step=step, path=path, bytes=outcome.num_bytes, stall_s=stall_s, write_s=write_s)
-        self.reporter.report(saved)
-        self.copies.offer(step, outcome.path)
+        self.reporter.report([saved])
+        for place in self.places:
+            place.offer(step, outcome.path)
         self._protect()
         return outcome
 
     def _protect(self) -> None:
         """Protect from retention the best checkpoint and those not yet copied to the object store."""
-        self.saver.protect(self.best_saved | self.copies.protect(self.best_saved))
+        self.saver.protect(self.best_saved.union(*(place.protect(self.best_saved) for place in self.places)))
+
+    def _lost(self) -> list[NotUsed]:
+        return [one for place in self.places for one in place.lost]
 
 
 def gone_since(attempts: Sequence[Attempt]) -> str:

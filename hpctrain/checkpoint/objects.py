@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
-from hpctrain.errors import MissingExtra
+from hpctrain.errors import foreign_errors
 from hpctrain.system.object_store import opened, shortened
 
 PART_BYTES = 8 << 20
@@ -81,15 +81,13 @@ def is_absent_folder(url: str) -> bool:
     return parts.scheme == "file" and not Path(unquote(parts.path)).exists()
 
 
-@contextmanager
-def asking(where: str) -> Iterator[None]:
-    """Turn errors of the library in the body into those that ``ObjectFolder`` raises."""
-    try:
-        yield
-    except (MissingExtra, DamagedCheckpoint, UnreadableCheckpoint):
-        raise
-    except FileNotFoundError as error:
-        raise DamagedCheckpoint(f"{where} is missing: {shortened(error)}") from error
-    except Exception as error:  # includes errors of boto3, which share no base class
+def asking(where: str) -> AbstractContextManager[None]:
+    """Turn errors of the library in the body, which share no base class, into those that ``ObjectFolder`` raises."""
+
+    def said(error: Exception) -> DamagedCheckpoint | UnreadableCheckpoint:
+        if isinstance(error, FileNotFoundError):
+            return DamagedCheckpoint(f"{where} is missing: {shortened(error)}")
         fix = "check the URL, the network and the credentials, then run the same command again"
-        raise UnreadableCheckpoint(f"{where} cannot be reached now: {shortened(error)}", fix) from error
+        return UnreadableCheckpoint(f"{where} cannot be reached now: {shortened(error)}", fix)
+
+    return foreign_errors(said)

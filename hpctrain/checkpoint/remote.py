@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,9 +27,10 @@ from hpctrain.checkpoint.format.durable_files import make_durable_folder
 from hpctrain.checkpoint.format.layout import MANIFEST_FILE, UnreadableCheckpoint
 from hpctrain.checkpoint.format.strict_json import JsonReader, parse_json, to_json
 from hpctrain.checkpoint.objects import ObjectFolder
+from hpctrain.checkpoint.place import Place
 from hpctrain.checkpoint.policy import Retention
 from hpctrain.checkpoint.read_retry import read_among
-from hpctrain.checkpoint.reading import step_of
+from hpctrain.checkpoint.reading import Loaded, step_of
 from hpctrain.comm.group import Group
 from hpctrain.comm.step_vote import SaveVote, StepVote
 from hpctrain.config.sections import StoreTierConfig
@@ -110,8 +111,8 @@ class Sending:
     """This rank's work in the current stage; the result of the commit is the checkpoint's bytes."""
 
 
-@dataclass
-class Remote:
+@dataclass(eq=False)
+class Remote(Place):
     """A run's checkpoints in an object store: finds and fetches them for a resume, and uploads new ones.
 
     All ranks call each method. At each step they agree on their ``vote()``, so that they enter each stage together.
@@ -153,14 +154,7 @@ class Remote:
     thread: threading.Thread | None = None
 
     def found(self, has_other: bool) -> list[Path]:
-        """Local folders, newest first, to which ``fetch`` can fetch the checkpoints in the store.
-
-        Args:
-            has_other: whether there is a checkpoint elsewhere.
-
-        Raises:
-            UnreadableCheckpoint: the store cannot be listed and may have the only checkpoints.
-        """
+        """Local folders, newest first, to which ``fetch`` can fetch the checkpoints in the store."""
         files, problem = {}, None
         if self.group.rank == 0 and not self._is_begun_again():
             try:
@@ -178,13 +172,11 @@ class Remote:
         return [self.home / name_of_step(step) for step in self.files]
 
     def place_of(self, folder: Path) -> tuple[str, str] | None:
-        """See resume.Source."""
         if folder.parent != self.home:
             return None
         return "store", f"{self.objects.url}/{self.files[step_of(folder)][0].partition('/')[0]}"
 
     def fetch(self, folder: Path) -> None:
-        """Fetch a checkpoint before it is read. Raises DamagedCheckpoint, UnreadableCheckpoint on all ranks."""
         if folder.parent != self.home:
             return
         names = self.files[step_of(folder)]
@@ -195,7 +187,7 @@ class Remote:
 
         read_among(self.group, len(names), fetch_one, f"fetch {folder.name} from the store")
 
-    def take_over(self, resumed: int | None, fresh: bool = False) -> None:
+    def take_over(self, loaded: Loaded | None, fresh: bool = False, allocate: Any = None) -> tuple[()]:
         """Start to upload; of the checkpoints in the store, those up to the step resumed from stay valid.
 
         With ``fresh`` none do, even if this attempt ends before it has taken over the store.
@@ -205,9 +197,12 @@ class Remote:
             if fresh:
                 make_durable_folder(self.home.parent)
                 write_atomically(self._mark, b"")
-        self.older = -1 if resumed is None else resumed
+        self.older = loaded.step if loaded else -1
         self.newest = self.stored = max((step for step in self.files if step <= self.older), default=-1)
         self._begin(Sending(self.older))
+        if loaded and loaded.path.parent == self.home.parent:
+            self.offer(loaded.step, loaded.path)
+        return ()
 
     def offer(self, step: int, folder: Path, is_last: bool = False) -> None:
         """Upload a complete checkpoint of the run folder if it is due; it replaces one that is waiting for upload."""
@@ -215,20 +210,15 @@ class Remote:
             self.pending, self.newest = (step, folder), step
 
     def protect(self, steps: Collection[int]) -> set[int]:
-        """Set the steps that must stay in the store; returns the steps whose local files are still needed."""
         self.protected = set(steps)
         waiting = {self.pending[0]} if self.pending else set()
         return waiting | ({self.job.step} if self.job and self.job.folder else set())
 
-    def vote(self) -> StepVote:
-        """This rank's vote: ``store`` and ``store_away``."""
-        return StepVote(store=SaveVote.on(self.job.future if self.job else None), store_away=self.problem is not None)
+    def vote(self) -> dict[str, Any]:
+        return {"store": SaveVote.on(self.job.future if self.job else None), "store_away": self.problem is not None}
 
     def advance(self, agreed: StepVote, step: int) -> list[Event]:
-        """Enter the next stage if all ranks have finished; ``step`` is the run's current step.
-
-        Returns the events to report.
-        """
+        """Enter the next stage if all ranks have finished."""
         events: list[Event] = []
         if agreed.store_away and not self.is_away:
             self.is_away = True
@@ -248,15 +238,16 @@ class Remote:
             self.pending = None
         return events
 
-    def finish(self, step: int, wait_s: float) -> list[Event]:
-        """Wait up to ``wait_s`` for all uploads; if the checkpoint of ``step`` is missing, the last event says so."""
+    def finish(self, step: int, folder: Path, wait_s: float) -> list[Event]:
+        """Wait for all uploads; if the checkpoint of ``step`` is missing after that, the last event says so."""
+        self.offer(step, folder, is_last=True)
         deadline = time.monotonic() + wait_s
         events: list[Event] = []
         while self.job or self.pending:
             if self.job:
                 wait([self.job.future], 0.2)
             is_late = self.group.rank == 0 and time.monotonic() >= deadline
-            vote = replace(self.vote(), stop=int(is_late))
+            vote = StepVote(**self.vote(), stop=int(is_late))
             agreed = vote.begin(self.group, "send the last checkpoint to the store", wait_s + 3600.0)()
             events += self.advance(agreed, step)
             if agreed.stop:

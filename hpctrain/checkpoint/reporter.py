@@ -21,18 +21,15 @@ class Reporter:
     send: Callable[[events.Event], object]
     """Called with events; does not raise."""
 
-    def report(self, *given: events.Event) -> None:
-        """Send events, and print their lines."""
-        for event in given if self.is_first else ():
-            self.say(lines_about(event))
-            self.send(event)
-
-    def say(self, lines: Iterable[str]) -> None:
-        """Print lines."""
-        if self.is_first:
-            with suppress(OSError):  # the job's output may be on the full disk
-                for line in lines:
-                    foreign_text.show(line)
+    def report(self, given: Iterable[events.Event | str]) -> None:
+        """Print sentences, and the lines of events, which are then sent."""
+        for one in given:
+            if self.is_first:
+                with suppress(OSError):  # the job's output may be on the full disk
+                    for line in [one] if isinstance(one, str) else lines_about(one):
+                        foreign_text.show(line)
+                if not isinstance(one, str):
+                    self.send(one)
 
 
 def not_used(one: events.Rejected | NotUsed) -> str:

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from numpy.typing import NDArray
 
 from hpctrain.checkpoint.format.durable_files import REFUSED, judged
+from hpctrain.checkpoint.place import Place
 from hpctrain.checkpoint.read_retry import patiently
 from hpctrain.checkpoint.reading import Loaded, load_newest, step_of
 from hpctrain.checkpoint.resume_compat import differences, in_words, refuse_changes
@@ -24,30 +25,9 @@ REUNITED = ("sync.kind", "local", "every_step")
 """Entry of ``differences``: ranks had separate weights and optimizer state (local SGD) and now need equal ones."""
 
 
-class Source(Protocol):
-    """A place where a run's checkpoints may be. All ranks call each method."""
-
-    def found(self, has_other: bool) -> Sequence[Path]:
-        """Folders of the checkpoints there, which may have no files on this node before ``fetch``.
-
-        Args:
-            has_other: whether sources before this one have a checkpoint.
-
-        Raises:
-            UnreadableCheckpoint: they cannot be listed, and may be the only ones.
-        """
-
-    def fetch(self, folder: Path) -> None:
-        """Get the missing files of a folder, if it is one of ``found``. Raises DamagedCheckpoint, UnreadableCheckpoint,
-        on all ranks."""
-
-    def place_of(self, folder: Path) -> tuple[str, str] | None:
-        """The tier's name, and where a folder of ``found`` is, for messages; None for folders of other sources."""
-
-
 @dataclass(frozen=True)
-class RunFolder:
-    """The run folder as a source. Listing it removes what killed attempts left behind."""
+class RunFolder(Place):
+    """The run folder. Listing it removes what killed attempts left behind."""
 
     store: CheckpointStore
     fresh: bool = False
@@ -58,19 +38,13 @@ class RunFolder:
         steps = group.broadcast(tidy(self.store, self.fresh) if group.rank == 0 else None, "list the checkpoints")
         return [self.store.folder(step) for step in steps]
 
-    def fetch(self, folder: Path) -> None:
-        """Does nothing: the files are there."""
-
-    def place_of(self, folder: Path) -> tuple[str, str] | None:
-        """None: the run folder is no tier."""
-
 
 def resume(
     store: CheckpointStore,
     framework: StateSource,
     state: TrainState,
     identity: Mapping[str, Any],
-    sources: Sequence[Source] = (),
+    places: Sequence[Place] = (),
 ) -> Loaded | None:
     """Load the newest sound checkpoint into framework and state; returns None if there is none. Collective.
 
@@ -81,17 +55,17 @@ def resume(
         framework: receives the arrays.
         state: receives the position.
         identity: what must not have changed; see ``resume_compat``.
-        sources: where checkpoints may be, the preferred ones at equal steps first; by default the run folder.
+        places: where checkpoints may be, the preferred ones at equal steps first; by default the run folder.
 
     Raises:
         UserError: the run file differs from the checkpoint's run.
         DamagedCheckpoint: there are checkpoints, but none is sound.
         UnreadableCheckpoint: a checkpoint cannot be read now; it stays where it is.
     """
-    sources = sources or [RunFolder(store)]
+    places = places or [RunFolder(store)]
     candidates: list[Path] = []
-    for source in sources:
-        candidates += source.found(bool(candidates))
+    for place in places:
+        candidates += place.found(bool(candidates))
     if not candidates:
         return None
     candidates.sort(key=step_of, reverse=True)
@@ -104,8 +78,8 @@ def resume(
         return load_framework(framework, loaded)
 
     def fetch(folder: Path) -> None:
-        for source in sources:
-            source.fetch(folder)
+        for place in places:
+            place.fetch(folder)
 
     loaded = load_newest(candidates, store.group, store.peers, take, fetch)
     if store.group.rank == 0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.checkpoint.contents import Contents
+from hpctrain.checkpoint.place import Place
 from hpctrain.checkpoint.policy import Cost, Policy, Retention, policy_of_tier
-from hpctrain.checkpoint.reading import NotUsed, step_of
+from hpctrain.checkpoint.reading import Loaded, NotUsed, step_of
 from hpctrain.checkpoint.replica import Replica, open_replica
 from hpctrain.checkpoint.saver import Saver, SaveResult
 from hpctrain.checkpoint.snapshots import ATTEMPT, PREFIX, MemoryStore, SnapshotStore, adopt, claim, sweep
 from hpctrain.checkpoint.store import open_saver
 from hpctrain.checkpoint.survivors import Snapshot, complete, survey
 from hpctrain.comm.group import Group
-from hpctrain.comm.step_vote import SaveVote
+from hpctrain.comm.step_vote import SaveVote, StepVote
 from hpctrain.comm.world import World
 from hpctrain.config.sections import CheckpointConfig
 from hpctrain.run.attempts import Attempts
+from hpctrain.run.events import Event, SnapshotSaved
 from hpctrain.system import shared_memory
+from hpctrain.train.hooks import Training
 from hpctrain.train.state import StateTensor
 
 
@@ -98,7 +102,7 @@ class Tier:
 
 
 @dataclass(eq=False)
-class Tiers:
+class Tiers(Place):
     """A run's snapshot tiers, the fastest first. All ranks call each method."""
 
     tiers: Sequence[Tier]
@@ -118,7 +122,7 @@ class Tiers:
     """Snapshots that are missing shards."""
 
     def found(self, has_other: bool) -> list[Path]:
-        """Folders of the snapshots that the nodes together have whole; see resume.Source."""
+        """Folders of the snapshots that the nodes together have whole."""
         if not self.tiers:
             return []
         trained = self.attempts.info().get("trained") or 0 if self.world.rank == 0 else None
@@ -138,16 +142,11 @@ class Tiers:
             complete(self.snapshots[folder], self.world, self.firsts)
 
     def place_of(self, folder: Path) -> tuple[str, str] | None:
-        """See resume.Source."""
         return next(((tier.name, str(folder)) for tier in self.tiers if tier.home in folder.parents), None)
 
-    def take_over(self, resumed: Path | None, allocate: Callable[[int], NDArray[np.uint8]]) -> list[str]:
-        """Remove all snapshots except the one resumed from, which becomes this attempt's; returns warnings to print.
-
-        Args:
-            resumed: folder of the checkpoint that the run resumed from, in any tier or elsewhere.
-            allocate: allocates staging memory.
-        """
+    def take_over(self, loaded: Loaded | None, fresh: bool, allocate: Callable[[int], NDArray[np.uint8]]) -> list[str]:
+        """Remove all snapshots except the one resumed from, which becomes this attempt's; returns warnings to print."""
+        resumed = loaded.path if loaded else None
         run_dir, node, is_first = self.attempts.run_dir.path, self.world.node, self.world.local_rank == 0
         if is_first:
             for home in self.homes:
@@ -176,32 +175,37 @@ class Tiers:
         return {name: problem for each in gathered for name, problem in each.items() if problem}
 
     def prepare(self, tensors: Sequence[StateTensor]) -> None:
-        """Allocate staging memory before the first snapshot. Raises MemoryError, OSError, RunFailed."""
         for tier in self.tiers:
             if tier.saver and tier.saver.idle:
                 tier.saver.prepare(tensors)
 
-    def vote(self) -> tuple[SaveVote, ...]:
-        """This rank's votes, by tier."""
-        return tuple(tier.vote(decides=self.world.rank == 0) for tier in self.tiers)
+    def vote(self) -> dict[str, Any]:
+        return {"tiers": tuple(tier.vote(decides=self.world.rank == 0) for tier in self.tiers)}
 
-    def advance(self, agreed: Sequence[SaveVote]) -> list[tuple[str, SaveResult]]:
-        """Advance the snapshots in flight; returns the results of those that ended. A tier that failed is disabled.
+    def advance(self, agreed: StepVote, step: int) -> Iterator[Event | str]:
+        """Advance the snapshots in flight. A tier that fails is disabled for this attempt."""
+        ended = [(tier.name, tier.advance(vote)) for tier, vote in zip(self.tiers, agreed.tiers, strict=False)]
+        for name, outcome in ended:  # none before the first vote
+            if outcome is None:
+                continue
+            if outcome.is_final:
+                outcome.path_or_raise()
+            if outcome.error:
+                yield f"checkpoint.tiers.{name} is not used any more: {outcome.error}"
+                continue
+            bytes_, stall_s, write_s = outcome.num_bytes, outcome.stall_s, outcome.write_s
+            yield SnapshotSaved(step=outcome.step, tier=name, bytes=bytes_, stall_s=stall_s, write_s=write_s)
 
-        Before the first vote, nothing is agreed on.
-        """
-        ended = [(tier.name, tier.advance(vote)) for tier, vote in zip(self.tiers, agreed, strict=False)]
-        return [(name, outcome) for name, outcome in ended if outcome]
+    def snapshot(self, training: Training, contents: Contents, is_best: bool) -> None:
+        step = training.state.step
+        if savers := [saver for tier in self.tiers if (saver := tier.due(step))]:
+            tensors, meta = contents.now(training, is_best)
+            if self.world.nodes > 1:  # each node stores rank 0's
+                meta = self.world.everyone.broadcast(meta, "share a snapshot's meta")
+            for saver in savers:
+                saver.begin(tensors, step, meta, training.framework.host.synchronize)
 
-    def due(self, step: int) -> list[Saver]:
-        """The savers that should begin a snapshot at this step."""
-        return [saver for tier in self.tiers if (saver := tier.due(step))]
-
-    def shared(self, meta: dict[str, Any]) -> dict[str, Any]:
-        """Rank 0's meta, which each node stores. Collective."""
-        return self.world.everyone.broadcast(meta, "share a snapshot's meta") if self.world.nodes > 1 else meta
-
-    def clear(self) -> None:
+    def finish(self, step: int, folder: Path, wait_s: float) -> tuple[()]:
         """Remove all snapshots, after the run folder has the newest state."""
         for tier in self.tiers:
             if tier.saver and not tier.saver.idle:
@@ -216,6 +220,7 @@ class Tiers:
                 shutil.rmtree(home, ignore_errors=True)
         if self.world.rank == 0 and self.tiers:
             self.attempts.update(trained=self.number + 1)  # invalidates snapshots on nodes that are not in this attempt
+        return ()
 
     def close(self) -> None:
         """End the threads; finished snapshots stay."""

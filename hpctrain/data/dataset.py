@@ -113,12 +113,12 @@ def read_exclusively(dataset: Dataset, indices: NDArray[np.int64], seeds: Callab
         return dataset.read(indices)
 
 
+@dataclass(eq=False)
 class ArrayDataset:
     """Arrays in memory with a common sample axis. Create it with ``from_arrays``, which checks the arrays."""
 
-    def __init__(self, arrays: Mapping[str, NDArray[Any]], fields: Mapping[str, Field]) -> None:
-        self.arrays = arrays
-        self.fields = fields
+    arrays: Mapping[str, NDArray[Any]]
+    fields: Mapping[str, Field]
 
     def __len__(self) -> int:
         return len(next(iter(self.arrays.values())))

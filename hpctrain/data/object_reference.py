@@ -87,8 +87,7 @@ class Rebuilder:
     """Makes the object that a ``Describer`` described."""
 
     def __init__(self, arrays: Mapping[str, NDArray[Any]], find: Callable[[Any], Any]) -> None:
-        self.arrays = arrays
-        self.find = find
+        self.arrays, self.find = arrays, find
         self.made: list[Any] = []
 
     def rebuild(self, given: Any) -> Any:

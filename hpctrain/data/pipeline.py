@@ -151,39 +151,38 @@ class TrainingData:
         )
 
 
+@dataclass(eq=False)
 class ValidationData:
     """This rank's contiguous part of a dataset, in storage order, in batches of up to ``batch`` samples.
 
     The ranks' parts cover the dataset, each sample once. Ranks may have different numbers of batches, or none.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        batch: int,
-        rank: int,
-        size: int,
-        prefetch: int = 2,
-        recipe: Recipe | None = None,
-        place: Callable[[Samples], Samples] = lambda samples: samples,
-    ) -> None:
-        self.dataset = dataset
-        self.place = place
-        self.recipe = recipe or Recipe()
-        self.batch = batch
-        self.part = part_of(len(dataset), rank, size)
-        self.prefetch = prefetch
+    dataset: Dataset
+    batch: int
+    rank: int
+    size: int
+    prefetch: int = 2
+    recipe: Recipe = field(default_factory=Recipe)
+    place: Callable[[Samples], Samples] = lambda samples: samples
+
+    @property
+    def part(self) -> slice:
+        """This rank's samples."""
+        return part_of(len(self.dataset), self.rank, self.size)
 
     def __len__(self) -> int:
         """Number of batches on this rank."""
-        return len(range(self.part.start, self.part.stop, self.batch))
+        part = self.part
+        return len(range(part.start, part.stop, self.batch))
 
     def __iter__(self) -> Iterator[Samples]:
         return prefetched(self._batches(), thread_depth(self.dataset, self.prefetch))
 
     def _batches(self) -> Generator[Samples, None, None]:
-        for begin in range(self.part.start, self.part.stop, self.batch):
-            ids = np.arange(begin, min(begin + self.batch, self.part.stop), dtype=np.int64)
+        part = self.part
+        for begin in range(part.start, part.stop, self.batch):
+            ids = np.arange(begin, min(begin + self.batch, part.stop), dtype=np.int64)
             yield self.place(make_batch(self.dataset, self.recipe, first_draw(ids)))
 
 
@@ -192,11 +191,11 @@ def thread_depth(dataset: Dataset, prefetch: int) -> int:
     return 0 if isinstance(dataset, SeededDataset) else prefetch
 
 
+@dataclass(frozen=True)
 class Failed:
     """The exception with which the source ended."""
 
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
+    error: BaseException
 
 
 def prefetched(source: Generator[T, None, None], depth: int) -> Generator[T, None, None]:

@@ -101,12 +101,12 @@ class Worker:
             memory.close()
 
 
+@dataclass(eq=False)
 class WorkerPool:
     """Workers that are used in turn, so that results come in order. Create it with ``start_workers``."""
 
-    def __init__(self, workers: list[Worker], payload: AnonymousMemory) -> None:
-        self.workers = workers
-        self.payload = payload
+    workers: list[Worker]
+    payload: AnonymousMemory
 
     def load(self, parts: Iterable[Drawn]) -> Generator[Samples, None, None]:
         """The samples of each part, in order, requested ahead of use. ``parts`` must be infinite."""

@@ -35,7 +35,7 @@ def attempt(folder: Path, url: str, announced: Path, server: ObjectStore, reques
     remote = open_remote(StoreTierConfig(url), folder, Group("alone"), keep, lambda: None)
     assert remote
     newest = next(iter(remote.found(has_other=False)), None)
-    step = 0
+    step, loaded = 0, None
     if newest is not None:
         remote.fetch(newest)
         loaded = CheckpointStore(newest.parent).load()
@@ -47,12 +47,12 @@ def attempt(folder: Path, url: str, announced: Path, server: ObjectStore, reques
         remote.close()
         return
     server.kill(os.getpid(), request)
-    remote.take_over(step or None)
+    remote.take_over(loaded)
     store = CheckpointStore(folder, keep)
     while True:
         step += 1
-        remote.offer(step, store.save({"model/weight": weight(step)}, step=step))
-        for event in remote.finish(step, 60.0):
+        path = store.save({"model/weight": weight(step)}, step=step)
+        for event in remote.finish(step, path, 60.0):
             assert isinstance(event, CheckpointStored), event
             with announced.open("a") as file:
                 file.write(f"{event.step}\n")

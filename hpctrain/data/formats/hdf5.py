@@ -10,6 +10,7 @@ import math
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +33,26 @@ BLOCK_BYTES = 64 * 2**10
 """Minimum size of a read from an array that is not contiguous."""
 
 
+@dataclass(eq=False)
 class BlockArray:
     """An array that is slow to read by sample (chunked, compressed, virtual): reads and caches aligned blocks."""
 
-    def __init__(self, path: Path | str, name: str, array: Array, field: Field, cache: BlockCache) -> None:
-        self.path = path
-        self.name = name
-        self.array = array
-        self.field = field
-        self.cache = cache
-        self.block_samples = block_samples(array.chunk_samples, field)
-        self.layout = array.layout
+    path: Path | str
+    name: str
+    array: Array
+    field: Field
+    cache: BlockCache
+
+    @property
+    def layout(self) -> str:
+        """Storage layout, for display."""
+        return self.array.layout
+
+    @cached_property
+    def block_samples(self) -> int:
+        """Samples per block: a multiple of the chunk's, with at least BLOCK_BYTES in total."""
+        chunk = self.array.chunk_samples
+        return chunk * math.ceil(BLOCK_BYTES / max(1, chunk * self.field.num_bytes))
 
     def take(self, indices: NDArray[np.int64]) -> NDArray[Any]:
         out = np.empty((len(indices), *self.field.shape), self.field.dtype)
@@ -51,11 +61,10 @@ class BlockArray:
         return out
 
     def _block(self, block: int) -> NDArray[Any]:
-        begin = block * self.block_samples
-        return self.cache.get((self.path, self.name, block), lambda: self._read(begin, begin + self.block_samples))
+        return self.cache.get((self.path, self.name, block), lambda: self._read(block * self.block_samples))
 
-    def _read(self, begin: int, end: int) -> NDArray[Any]:
-        rows = range(begin, min(end, self.array.shape[0]))
+    def _read(self, begin: int) -> NDArray[Any]:
+        rows = range(begin, min(begin + self.block_samples, self.array.shape[0]))
         try:
             values = self.array.read((rows, *map(range, self.field.shape)))
         except OSError as error:
@@ -126,16 +135,11 @@ def open_hdf5(
         fields = {name: check_field(name, array.shape, array.dtype, where) for name, array in arrays.items()}
         length = check_lengths({name: array.shape[0] for name, array in arrays.items()}, where)
         ordered = names is not None or keeps_order(files.root(), list(arrays))
-    readers: dict[str, NetcdfReader] = {
-        name: array
-        if isinstance(array, (MappedArray, StoredArray))
-        else BlockArray(path, name, array, fields[name], cache)
-        for name, array in arrays.items()
-    }
-    readers = {
-        name: meant(reader, meanings[name], decode is not None, f"{where}: {name!r}")
-        for name, reader in readers.items()
-    }
+    readers: dict[str, NetcdfReader] = {}
+    for name, array in arrays.items():
+        blocks = BlockArray(path, name, array, fields[name], cache)
+        reader: NetcdfReader = array if isinstance(array, (MappedArray, StoredArray)) else blocks
+        readers[name] = meant(reader, meanings[name], decode is not None, f"{where}: {name!r}")
     if decode:
         for name, field in fields.items():
             fields[name] = Field(field.shape, meanings[name].decoded(np.zeros(1, field.dtype)).dtype)
@@ -160,8 +164,3 @@ def keeps_order(root: h5py.File, names: Sequence[str]) -> bool:
     """Whether the groups of these arrays record the order in which the arrays were created."""
     groups = {"/", *(f"/{name.rpartition('/')[0]}" for name in names)}
     return all(root[group].id.get_create_plist().get_link_creation_order() for group in groups)
-
-
-def block_samples(chunk_samples: int, field: Field) -> int:
-    """Samples per block: a multiple of the chunk's, with at least BLOCK_BYTES in total."""
-    return int(chunk_samples * math.ceil(BLOCK_BYTES / max(1, chunk_samples * field.num_bytes)))

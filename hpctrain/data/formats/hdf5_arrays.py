@@ -120,16 +120,13 @@ class MappedArray:
     chunk_samples = 1
 
     def __init__(self, where: MappedBytes, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-        self.where = where
-        self.shape = shape
-        self.dtype = dtype
-        self.native = dtype.newbyteorder("=")
+        self.where, self.shape, self.dtype = where, shape, dtype
         self.array = np.ndarray(shape, dtype, where.mapping, where.begin)
 
     def take(self, indices: NDArray[np.int64]) -> NDArray[Any]:
         """The samples at these indices, as a new array."""
         self.where.check()
-        return self.array.take(indices, axis=0).astype(self.native, copy=False)
+        return self.array.take(indices, axis=0).astype(self.dtype.newbyteorder("="), copy=False)
 
     def read(self, box: Box) -> NDArray[Any]:
         self.where.check()

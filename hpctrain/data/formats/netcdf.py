@@ -17,8 +17,9 @@ FIX = 'decode it: hpctrain.open_dataset(..., decode="netcdf"), or hpctrain data 
 class NetcdfReader(Protocol):
     """Reads samples of one array."""
 
-    layout: str
-    """Storage layout, for display."""
+    @property
+    def layout(self) -> str:
+        """Storage layout, for display."""
 
     def take(self, indices: NDArray[np.int64]) -> NDArray[Any]:
         """The samples at these indices, as a new array."""
@@ -74,15 +75,19 @@ def meaning_of(dataset: h5py.Dataset) -> Meaning:
     return Meaning(scale[0] if len(scale) else 1, offset[0] if len(offset) else 0, missing, unsigned)
 
 
+@dataclass(eq=False)
 class MeantArray:
     """An array whose values are decoded, or refused if they are marked as missing."""
 
-    def __init__(self, array: NetcdfReader, meaning: Meaning, decodes: bool, where: str) -> None:
-        self.array = array
-        self.meaning = meaning
-        self.decodes = decodes
-        self.where = where
-        self.layout = array.layout
+    array: NetcdfReader
+    meaning: Meaning
+    decodes: bool
+    where: str
+
+    @property
+    def layout(self) -> str:
+        """Storage layout, for display."""
+        return self.array.layout
 
     def take(self, indices: NDArray[np.int64]) -> NDArray[Any]:
         """See ``NetcdfReader``."""

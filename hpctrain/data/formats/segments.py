@@ -65,20 +65,20 @@ class Segment:
         os.pwrite(self.handle, mark[1], mark[0])
 
 
+@dataclass(eq=False)
 class Segments:
     """The segments of one file or table."""
 
-    def __init__(self, cache: BlockCache, disk: DiskCache | None) -> None:
-        self.cache = cache
-        self.disk = disk
+    cache: BlockCache
+    disk: DiskCache | None
+    """None to keep them in memory."""
 
     def read(self, read: Callable[[], Read]) -> Read:
         """Call ``read``; if it raises OSError with the disk cache, such as on a full disk, call it again without."""
-        disk = self.disk
         try:
             return read()
         except OSError:
-            if disk is None:
+            if self.disk is None:
                 raise
             self.disk = None
             return read()
@@ -93,7 +93,7 @@ class Segments:
             wanted: called if any piece is missing.
             make: makes a piece; may be called in a thread.
         """
-        name = key if self.disk is not None else f"{key} in memory"
+        name = key if self.disk else f"{key} in memory"
         segment = self.cache.get(name, lambda: self._open(key, length, count))
         if not segment.marks.all():
             pieces = [each for each in wanted(segment.marks).tolist() if not segment.marks[each]]
@@ -113,8 +113,8 @@ class Segments:
                 stack.callback(lock.unlink, missing_ok=True)
             if not segment.marks[piece]:
                 segment.put(piece, make(piece))
-                if (disk := self.disk) is not None:
-                    disk.make_room()
+                if self.disk:
+                    self.disk.make_room()
 
     def _open(self, key: str, length: int, count: int) -> Segment:
         def write(path: Path) -> None:
@@ -133,7 +133,7 @@ class Segments:
                 weakref.finalize(segment, stack.pop_all().close)
             return segment
 
-        if self.disk is not None:
+        if self.disk:
             node = os.uname().nodename  # on a shared disk, another node's marks may become visible before its bytes
             return self.disk.get(f"{node} {key}", write, mapped)
         memory = bytearray(length + count)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import gc
 import io
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -23,7 +24,7 @@ from hpctrain.data.formats.hdf5_files import LinkedFiles
 from hpctrain.data.formats.segments import SEGMENT_BYTES, Segment, Segments
 from hpctrain.data.formats.tables import checksum
 from hpctrain.data.samples import grouped
-from hpctrain.errors import HpctrainError, UserError
+from hpctrain.errors import UserError, foreign_errors
 from hpctrain.system.object_store import opened, shortened
 
 T = TypeVar("T")
@@ -44,7 +45,7 @@ class StoredFile(io.RawIOBase):
         folder, _, self.name = url.rpartition("/")
         with asking(url):
             self.store = opened(folder)
-            found = patiently(lambda: self._ask(self.store.head, self.name))
+            found = patiently(lambda: self._ask(lambda: self.store.head(self.name)))
         self.size, self.mark = int(found["size"]), found["e_tag"] or found["last_modified"]
         self.condition = {"if_match" if found["e_tag"] else "if_unmodified_since": self.mark}
 
@@ -112,23 +113,26 @@ class StoredFile(io.RawIOBase):
         with asking(self.url):
             return patiently(lambda: self._ask(content))
 
-    def _ask(self, ask: Callable[..., T], *arguments: Any) -> T:
+    def _ask(self, ask: Callable[[], T]) -> T:
         with noticing(self.url, remote=True):
-            return ask(*arguments)
+            return ask()
 
 
+@dataclass(eq=False)
 class StoredArray:
     """An array in NumPy's layout in an object: samples are copied from blocks, without the HDF5 library."""
 
-    layout = "contiguous"
-    chunk_samples = 1
+    file: StoredFile
+    begin: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    layout: str = "contiguous"
+    chunk_samples: int = 1
 
-    def __init__(self, file: StoredFile, begin: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-        self.file = file
-        self.begin = begin
-        self.shape = shape
-        self.dtype = dtype
-        self.sample_bytes = dtype.itemsize * math.prod(shape[1:])
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of one sample."""
+        return self.dtype.itemsize * math.prod(self.shape[1:])
 
     def take(self, indices: NDArray[np.int64]) -> NDArray[Any]:
         """The samples at these indices, as a new array."""
@@ -156,9 +160,8 @@ class StoredArray:
 
     def _segments(self, first: Any, last: Any, size: int) -> tuple[Any, Any]:
         """Numbers of the segments in which samples ``first`` begin and ``last`` end."""
-        return (self.begin + first * self.sample_bytes) // size, (
-            self.begin + (last + 1) * self.sample_bytes - 1
-        ) // size
+        begin, end = (self.begin + each * self.sample_bytes for each in (first, last + 1))
+        return begin // size, (end - 1) // size
 
     def _within(self, number: int, size: int, indices: NDArray[np.int64]) -> NDArray[Any]:
         """Read samples that are entirely in one segment."""
@@ -221,19 +224,17 @@ def matching(url: str) -> list[str]:
     return [f"{folder}/{name}" for name in found]
 
 
-@contextlib.contextmanager
-def asking(url: str) -> Iterator[None]:
-    """Turn errors of the store and its library into UserErrors."""
-    try:
-        yield
-    except HpctrainError:
-        raise
-    except FileNotFoundError as error:
-        raise UserError(f"{url} does not exist", "correct the address of the data") from error
-    except Exception as error:  # includes errors of credential providers, which share no base class
+def asking(url: str) -> AbstractContextManager[None]:
+    """Turn errors of the store, its library and credential providers, which share no base class, into UserErrors."""
+
+    def said(error: Exception) -> UserError:
         from obstore.exceptions import PreconditionError
 
+        if isinstance(error, FileNotFoundError):
+            return UserError(f"{url} does not exist", "correct the address of the data")
         if isinstance(error, PreconditionError):
-            raise UserError(f"{url} has changed since the run opened it", "do not change data during a run") from error
+            return UserError(f"{url} has changed since the run opened it", "do not change data during a run")
         fix = "check the address, the connection to the store, and the credentials that its library uses"
-        raise UserError(f"{url} cannot be read: {shortened(error)}", fix) from error
+        return UserError(f"{url} cannot be read: {shortened(error)}", fix)
+
+    return foreign_errors(said)

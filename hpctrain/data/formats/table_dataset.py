@@ -107,12 +107,11 @@ class TableDataset:
             ]
 
         segment = self.segments.get(run.key, run.length, run.last - run.first, wanted, make)
-        return {
-            name: segment.array((run.rows, *field.shape), field.dtype, run.places[name]).take(
-                indices - run.begin, axis=0
-            )
-            for name, field in self.fields.items()
-        }
+        samples = {}
+        for name, field in self.fields.items():
+            rows = segment.array((run.rows, *field.shape), field.dtype, run.places[name])
+            samples[name] = rows.take(indices - run.begin, axis=0)
+        return samples
 
     def _decoded(self, number: int) -> dict[str, NDArray[Any]]:
         """Decode the columns of a part; raises UserError if rows or shapes do not match the table."""
@@ -215,15 +214,17 @@ def check_type(name: str, table: Table) -> None:
         raise UserError(f"{table.address}: column {name!r} holds {kind}", fix)
 
 
+@dataclass(eq=False)
 class TableRows:
     """The rows of a table as records, for ``decode`` and ragged data."""
 
-    def __init__(self, table: Table, ends: NDArray[np.int64], cache: BlockCache) -> None:
-        self.path: str | Path = table.address
-        self.table = table
-        self.ends = ends
-        self.cache = cache
-        self.disk = DiskCache.of_node() if table.is_remote else None
+    table: Table
+    ends: NDArray[np.int64]
+    cache: BlockCache
+
+    def __post_init__(self) -> None:
+        self.path: str | Path = self.table.address
+        self.disk = DiskCache.of_node() if self.table.is_remote else None
 
     def __len__(self) -> int:
         return int(self.ends[-1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,19 +12,19 @@ import torch
 from numpy.typing import NDArray
 from torch.utils import data
 
-from hpctrain.data.dataset import Field, Samples, check_field, with_place
+from hpctrain.data.dataset import Field, Samples, check_field, users_code
 from hpctrain.data.global_generators import kept, seed_all
 from hpctrain.data.samples import Sample, layout, named, stack
 from hpctrain.errors import UserError
 
 
+@dataclass(eq=False)
 class TorchDataset:
     """Reads a torch Dataset sample by sample. Make it with ``adapted``, which checks the dataset."""
 
-    def __init__(self, source: Any, fields: Mapping[str, Field], names: tuple[str, ...] | None) -> None:
-        self.source = source
-        self.fields = fields
-        self.names = names
+    source: Any
+    fields: Mapping[str, Field]
+    names: tuple[str, ...] | None
 
     def __len__(self) -> int:
         return len(self.source)
@@ -100,18 +101,11 @@ def adapted(source: Any, names: tuple[str, ...] | None, ragged: bool = False) ->
 
 def sample_of(source: Any, index: int, names: tuple[str, ...] | None) -> Sample:
     """Reads one sample's arrays. Raises UserError that names the sample if the user's code fails."""
-    try:
+    with users_code(f"{type(source).__name__} failed on sample {index}", "correct the dataset, or the sample"):
         sample = source[index]
         if isinstance(sample, Mapping):
             return named({name: host(value) for name, value in sample.items()}, names)
         return named(tuple(map(host, sample)) if isinstance(sample, (tuple, list)) else host(sample), names)
-    except Exception as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(
-            f"{type(source).__name__} failed on sample {index}: {with_place(error)}",
-            "correct the dataset, or the sample",
-        ) from error
 
 
 def host(value: Any) -> Any:

@@ -426,5 +426,6 @@ def test_what_has_arrived_ends_the_problems_of_ranks_that_had_nothing_to_send(si
     remote = site.make_remote()
     remote.problem, remote.job = "the store does not answer", Sending(0, stage=1)
     remote.job.future.set_result(0)
-    (away,) = remote.advance(remote.vote(), 0)
-    assert isinstance(away, StoreAway) and remote.vote() == StepVote(store=SaveVote(True, True)) and not remote.is_away
+    (away,) = remote.advance(StepVote(**remote.vote()), 0)
+    vote = StepVote(**remote.vote())
+    assert isinstance(away, StoreAway) and vote == StepVote(store=SaveVote(True, True)) and not remote.is_away
