@@ -1,7 +1,7 @@
 """Checkpoints in HDF5: written in the background, verified when read, and used to resume runs.
 
 ``store`` is the general interface to save and load; ``hook`` uses it in training runs, with ``resume`` (which looks for
-checkpoints in all places), ``save_schedule`` (when), ``contents`` (what) and ``copies`` (outside the run folder), and
+checkpoints in all places), ``save_schedule`` (when), ``contents`` (what) and ``place`` (where they may be), and
 speaks through ``reporter``. ``saver`` writes in the background, ``policy`` has the rules of when to save and what to
 keep, ``checkpoint_folder`` commits, ``format`` defines the files. ``reading`` loads tensors, ``verify`` and ``inspect``
 examine a checkpoint, ``resume_compat`` checks that a run may resume from one, and ``initial`` starts from one's

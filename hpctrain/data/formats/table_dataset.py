@@ -13,11 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Dataset, Field, Samples, check_field, choose, content_fingerprint
+from hpctrain.data.formats.arrow_values import values
 from hpctrain.data.formats.away import patiently
 from hpctrain.data.formats.block_cache import BlockCache, DiskCache
 from hpctrain.data.formats.records import Decode, open_records
 from hpctrain.data.formats.segments import SEGMENT_BYTES, Segments
-from hpctrain.data.formats.tables import Table, TablePart, listed_fingerprint, reading, values
+from hpctrain.data.formats.tables import Table, TablePart, listed_fingerprint, reading
 from hpctrain.data.samples import grouped
 from hpctrain.errors import UserError
 from hpctrain.system.files import replacement

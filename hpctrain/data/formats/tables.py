@@ -17,13 +17,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import numpy as np
-from numpy.typing import NDArray
-
 from hpctrain.config.values import refuse_credentials
 from hpctrain.data.dataset import Dataset
+from hpctrain.data.formats.arrow_values import filtered, require_exact, unified
 from hpctrain.data.formats.away import noticing, patiently
-from hpctrain.errors import HpctrainError, MissingExtra, UserError, requires
+from hpctrain.errors import MissingExtra, UserError, foreign_errors, requires
 
 BATCH_ROWS = 8192
 CSV_BLOCK_BYTES = 4 * 2**20
@@ -94,8 +92,7 @@ class Table:
 
 def open_table(address: str, kind: str) -> Table:
     """Open a table: delta, iceberg, or files of another kind; see the function for each."""
-    openers = {"delta": open_delta, "iceberg": open_iceberg}
-    opener = openers.get(kind, partial(open_files, kind=kind))
+    opener = {"delta": open_delta, "iceberg": open_iceberg}.get(kind, partial(open_files, kind=kind))
     return patiently(lambda: opener(address))
 
 
@@ -110,7 +107,7 @@ def open_delta(address: str) -> Table:
     """
     uri, version = split(address)
     remote = is_remote(uri)
-    with opening(address, "deltalake", remote), reading(address, "a Delta table", remote):
+    with opening(address, "deltalake"), reading(address, "a Delta table", remote):
         from deltalake import DeltaTable
         from pyarrow.fs import SubTreeFileSystem
 
@@ -133,7 +130,7 @@ def open_iceberg(address: str) -> Table:
     """
     where, snapshot_id = split(address)
     catalog, _, name = where.partition("/")
-    with opening(address, "pyiceberg", True), reading(address, "an Iceberg table", True):
+    with opening(address, "pyiceberg"), reading(address, "an Iceberg table", True):
         from pyiceberg.catalog import load_catalog
         from pyiceberg.expressions import AlwaysTrue
         from pyiceberg.io.pyarrow import ArrowScan, schema_to_pyarrow
@@ -159,7 +156,9 @@ def open_iceberg(address: str) -> Table:
             key = f"{path} {size} {[each.file_path for each in task.delete_files]}"
             return TablePart(path, key, None if task.delete_files else task.file.record_count, scan)
 
-        files = [(each.file_path, each.file_size_in_bytes, "") for task in tasks for each in files_of(task)]
+        files = [
+            (each.file_path, each.file_size_in_bytes, "") for task in tasks for each in (task.file, *task.delete_files)
+        ]
         origin = {
             "kind": "iceberg",
             "uri": where,
@@ -172,30 +171,22 @@ def open_iceberg(address: str) -> Table:
         return Table(f"iceberg:{where}@{snapshot_id}", schema, [part(task) for task in tasks], origin, remote)
 
 
-def files_of(task: Any) -> list[Any]:
-    """A part's data file and its delete files."""
-    return [task.file, *task.delete_files]
-
-
 def split(address: str) -> tuple[str, int | None]:
     """Split an address into table and version; None if it has no version."""
     table, at, version = address.rpartition("@")
     return (table, int(version)) if at and version.isdecimal() else (address, None)
 
 
-@contextlib.contextmanager
-def opening(address: str, package: str, remote: bool) -> Iterator[None]:
-    """Turn any error of a table library into a UserError, or StoreDown; those errors share no base class."""
-    try:
-        with noticing(address, remote):
-            yield
-    except (HpctrainError, KeyboardInterrupt):
-        raise
-    except ImportError as error:
-        raise MissingExtra(package, "lake") from error
-    except Exception as error:
+def opening(address: str, package: str) -> contextlib.AbstractContextManager[None]:
+    """Turn any error of a table library in the body into a UserError; those errors share no base class."""
+
+    def said(error: Exception) -> UserError:
+        if isinstance(error, ImportError):
+            return MissingExtra(package, "lake")
         fix = "correct the table and its version, and check the connection to it"
-        raise UserError(f"{address} cannot be opened: {shortened(error)}", fix) from error
+        return UserError(f"{address} cannot be opened: {shortened(error)}", fix)
+
+    return foreign_errors(said)
 
 
 def open_files(address: str, kind: str) -> Table:
@@ -209,6 +200,7 @@ def open_files(address: str, kind: str) -> Table:
         UserError: it is missing, unreadable or damaged, or it is the folder of a Delta table.
     """
     with reading(address, kind, is_remote(address)):
+        import pyarrow
         from pyarrow import dataset, fs
 
         store, path = filesystem_of(address)
@@ -219,7 +211,7 @@ def open_files(address: str, kind: str) -> Table:
         form = csv_form(address) if kind == "csv" else kind
         files = dataset.dataset(path, filesystem=store, format=form, partitioning="hive" if folder else None)
         if kind == "csv":  # read as bytes; hpctrain.data.packing.table infers the types
-            schema = text_schema(files.schema.names)
+            schema = pyarrow.schema([(name, pyarrow.binary()) for name in files.schema.names])
             files = dataset.dataset(path, filesystem=store, format=form, schema=schema)
         return table_of(files, address, {"kind": kind, "uri": address}, is_remote(address))
 
@@ -289,13 +281,6 @@ def csv_form(address: str) -> Any:
     )
 
 
-def text_schema(names: Sequence[str]) -> Any:
-    """A schema that reads these columns as undecoded bytes."""
-    import pyarrow
-
-    return pyarrow.schema([(name, pyarrow.binary()) for name in names])
-
-
 @dataclass(frozen=True)
 class SeenFile:
     """A file of a table, with its state when the table was opened."""
@@ -304,11 +289,6 @@ class SeenFile:
     path: str
     identity: tuple[Any, ...]
     """Changes with the content: size and modification time, or size and ETag."""
-
-    @classmethod
-    def look(cls, store: Any, path: str) -> SeenFile:
-        """Record the file's current state."""
-        return cls(store, path, identity_of(store, path))
 
     def check(self) -> None:
         """Raise UserError if the file has changed."""
@@ -334,7 +314,7 @@ def table_of(files: Any, address: str, origin: Mapping[str, Any], remote: bool) 
     store = files.filesystem
 
     def look(fragment: Any) -> tuple[SeenFile, Any]:
-        file = SeenFile.look(store, fragment.path)
+        file = SeenFile(store, fragment.path, identity_of(store, fragment.path))
         if isinstance(fragment, ParquetFileFragment):
             fragment.ensure_complete_metadata()
         is_text = origin["kind"] == "csv" or not file.identity[0]
@@ -361,46 +341,14 @@ def table_of(files: Any, address: str, origin: Mapping[str, Any], remote: bool) 
     return Table(address, schema, parts, {**origin, **listing}, remote, clashes)
 
 
-def unified(schema: Any, found: Sequence[tuple[str, Any]]) -> tuple[Any, dict[str, str]]:
-    """The schema with types that hold the values of all files, as Arrow promotes them, and ``Table.clashes``.
-
-    Args:
-        schema: the table's schema; the files' other columns are ignored.
-        found: each file and its schema.
-    """
-    import pyarrow
-
-    clashes: dict[str, str] = {}
-    for path, each in found:
-        if len(set(each.names)) < len(each.names):
-            name = next(name for name in each.names if each.names.count(name) > 1)
-            raise UserError(f"{path} has two columns named {name!r}", "rename one of them")
-        for index, name in enumerate(schema.names):
-            known, kind = schema.field(index).type, each.field(name).type if name in each.names else None
-            if kind in (known, None):
-                continue
-            pair = [pyarrow.schema([(name, one)]) for one in (known, kind)]
-            try:
-                (wide,) = pyarrow.unify_schemas(pair, promote_options="permissive")
-            except pyarrow.ArrowException:
-                clashes.setdefault(name, f"{path}: column {name!r} holds {kind}, and {known} in files before it")
-            else:
-                schema = schema.set(index, schema.field(index).with_type(wide.type))
-    return schema, clashes
-
-
-def relative(paths: Sequence[str]) -> list[str]:
-    """The paths relative to their common folder."""
-    folder = os.path.commonpath([posixpath.dirname(path) for path in paths])
-    return [path[len(folder) :].lstrip("/") for path in paths]
-
-
 def checksum(files: Sequence[tuple[Any, ...]]) -> str:
-    """sha256 of names, sizes and ETags; without modification times, which a copy does not keep."""
-    names = relative([path for path, *_ in files]) if files else []
-    marks = [f"{size} {mark}" if isinstance(mark, str) else f"{size}" for _, size, mark in files]
-    lines = (f"{name} {mark}\n" for name, mark in zip(names, marks, strict=True))
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+    """sha256 of sizes, ETags, and names in the common folder; no modification times, which a copy does not keep."""
+    folder = os.path.commonpath([posixpath.dirname(path) for path, *_ in files]) if files else ""
+    digest = hashlib.sha256()
+    for path, size, mark in files:
+        etag = f" {mark}" if isinstance(mark, str) else ""
+        digest.update(f"{path[len(folder) :].lstrip('/')} {size}{etag}\n".encode())
+    return digest.hexdigest()
 
 
 def listed_fingerprint(dataset: Dataset, address: str, origin: Mapping[str, Any]) -> str:
@@ -430,47 +378,3 @@ def scan_of(fragment: Any, schema: Any, file: SeenFile, begin: int) -> Scan:
         file.check()
 
     return scan
-
-
-def require_exact(fragment: Any, name: str, kind: Any, begin: int) -> None:
-    """Raise UserError for the first value of a column that a type does not hold exactly."""
-    import pyarrow
-
-    for batch in fragment.scanner(columns=[name]).to_batches():
-        for row, value in enumerate(batch.column(0)):
-            try:
-                pyarrow.array([value.as_py()], value.type).cast(kind)
-            except pyarrow.ArrowInvalid as error:
-                what = f"{fragment.path}: column {name!r} has {value} in row {begin + row}, which {kind} does not hold"
-                raise UserError(what, "write all files with one type, or name only other columns") from error
-        begin += len(batch)
-
-
-def filtered(batch: Any, expression: Any) -> list[Any]:
-    """The rows of a batch that meet a condition, as batches."""
-    import pyarrow
-
-    if expression is None:
-        return [batch]
-    batches: list[Any] = pyarrow.Table.from_batches([batch]).filter(expression).to_batches()
-    return batches
-
-
-def values(column: Any, what: str, begin: int, each: int = 1) -> NDArray[Any]:
-    """Convert an Arrow array to NumPy; lists become further axes. Raises UserError for nulls or uneven lists.
-
-    ``begin`` is the row of the first value in the table, and each row has ``each`` values.
-    """
-    from pyarrow import compute, types
-
-    if column.null_count:
-        row = begin + column.is_null().index(True).as_py() // each
-        raise UserError(f"{what} has no value in row {row}", "fill it in, or choose columns with --field")
-    if not (types.is_list(column.type) or types.is_large_list(column.type) or types.is_fixed_size_list(column.type)):
-        array: NDArray[Any] = column.to_numpy(zero_copy_only=False)
-        return array
-    lengths = np.unique(compute.list_value_length(column).to_numpy(zero_copy_only=False))
-    if len(lengths) > 1:
-        raise UserError(f"{what} has lists of {lengths[0]} to {lengths[-1]} values", "pad them to one length")
-    inner = values(column.flatten(), what, begin, each * int(lengths[0]))
-    return inner.reshape(len(column), int(lengths[0]), *inner.shape[1:])

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from hpctrain.data.dataset import Samples, check_field
+from hpctrain.data.formats.arrow_values import filtered, values
 from hpctrain.data.formats.away import patient
-from hpctrain.data.formats.tables import Table, TablePart, filtered, not_utf8, reading, shortened, values
+from hpctrain.data.formats.tables import Table, TablePart, not_utf8, reading, shortened
 from hpctrain.data.packing.pack_source import Columns, PackSource, Piece, assign, gather
 from hpctrain.data.packing.resumable_file import ALONE, PATIENCE_S, Ranks
 from hpctrain.errors import UserError

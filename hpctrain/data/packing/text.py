@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,59 +36,29 @@ LARGEST_TOKEN = 2**31 - 1
 """Tokens are stored as int32 at most."""
 
 
-class Tokenizer(Protocol):
-    """Encodes texts independently of each other."""
-
-    @property
-    def name(self) -> str:
-        """Name for display."""
-
-    @property
-    def sha256(self) -> str | None:
-        """Hash of the tokenizer's file; None if there is no file."""
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of tokens; every token is smaller than this."""
-
-    @property
-    def end(self) -> int:
-        """The token that ends each text."""
-
-    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """The tokens of each text, int[n], without the end-of-text token."""
-
-
 @dataclass(frozen=True)
-class Bytes:
-    """The 256 byte values of UTF-8, plus a token for the end of a text."""
-
-    name: str = "bytes"
-    sha256: None = None
-    vocabulary: int = 257
-    end: int = 256
-
-    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
-
-
-@dataclass(frozen=True)
-class HuggingFace:
-    """A tokenizer from a ``tokenizer.json``. Create it with ``open_tokenizer``."""
+class Tokenizer:
+    """Encodes texts independently of each other. Create it with ``open_tokenizer``."""
 
     name: str
-    sha256: str
+    """For display."""
+    sha256: str | None
+    """Hash of the tokenizer's file; None if there is no file."""
     vocabulary: int
+    """Number of tokens; every token is smaller than this."""
     end: int
-    tokenizer: Any
+    """The token that ends each text."""
+    encode: Callable[[Sequence[str]], list[NDArray[Any]]]
+    """encode(texts) returns the tokens of each text, int[n], without the end-of-text token."""
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        try:
-            encoded = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        except Exception as error:  # the library raises plain Exceptions
-            fix = "use a tokenizer that has a token for unknown words"
-            raise UserError(f"{self.name} cannot encode the text: {error}", fix) from error
-        return [np.array(one.ids, np.int64) for one in encoded]
+
+def encode_bytes(texts: Sequence[str]) -> list[NDArray[Any]]:
+    """The byte values of each text in UTF-8."""
+    return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+
+BYTES = Tokenizer("bytes", None, 257, 256, encode_bytes)
+"""The 256 byte values of UTF-8, plus a token for the end of a text."""
 
 
 def open_tokenizer(path: Path | None, end: str | None = None) -> Tokenizer:
@@ -104,7 +74,7 @@ def open_tokenizer(path: Path | None, end: str | None = None) -> Tokenizer:
     if path is None:
         if end is not None:
             raise UserError("an end of text is named for bytes, which have their own", "leave out --end-of-text")
-        return Bytes()
+        return BYTES
     if path.is_dir():
         raise UserError(f"{path} is a folder", "name the tokenizer.json in it")
     look_at(path)
@@ -127,7 +97,16 @@ def open_tokenizer(path: Path | None, end: str | None = None) -> Tokenizer:
     if not found:
         fix = "name one that it has: --end-of-text TOKEN"
         raise UserError(f"{path} has no token {end or ' or '.join(ENDS)} to end a text", fix)
-    return HuggingFace(path.name, hashlib.sha256(content).hexdigest(), largest + 1, found[0], tokenizer)
+
+    def encode(texts: Sequence[str]) -> list[NDArray[Any]]:
+        try:
+            encoded = tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library raises plain Exceptions
+            fix = "use a tokenizer that has a token for unknown words"
+            raise UserError(f"{path.name} cannot encode the text: {error}", fix) from error
+        return [np.array(one.ids, np.int64) for one in encoded]
+
+    return Tokenizer(path.name, hashlib.sha256(content).hexdigest(), largest + 1, found[0], encode)
 
 
 @dataclass(frozen=True)

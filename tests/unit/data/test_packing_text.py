@@ -22,7 +22,7 @@ from hpctrain import UserError, open_dataset, packed_notes
 from hpctrain.cli import main
 from hpctrain.data.packing import pack_source, text
 from hpctrain.data.packing.pack_source import PackSource
-from hpctrain.data.packing.text import Bytes, TextForm, Tokenizer, files_of, open_tokenizer, text_source
+from hpctrain.data.packing.text import BYTES, TextForm, Tokenizer, files_of, open_tokenizer, text_source
 
 END = 256
 STORY = "Once upon a time\nthere was a \u00fcber-k\u00e4fer \U0001f41e\r\n" * 30
@@ -116,9 +116,9 @@ def test_nothing_is_lost_wherever_pieces_end(texts: list[str], context: int, pie
         patch.setattr(pack_source, "BLOCK_BYTES", 4 * (context + 1))
         if len(wanted) <= context:
             with pytest.raises(UserError, match=f"the text has {len(wanted)} tokens, and a sample"):
-                of(files, Bytes(), context)
+                of(files, BYTES, context)
             return
-        made, windows = of(files, Bytes(), context)
+        made, windows = of(files, BYTES, context)
     assert made.length == len(windows) == (len(wanted) - 1) // context
     assert row(windows).tolist() == wanted[: made.length * context + 1]
 

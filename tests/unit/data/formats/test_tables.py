@@ -345,7 +345,7 @@ def disk_of(num_bytes: int) -> Callable[[Path], Usage]:
 
 def opened_remotely(use: Callable[[], Any], address: str) -> tables.Table:
     """A table of a library that calls ``use`` first."""
-    with tables.opening(address, "package", True):
+    with tables.opening(address, "package"), tables.reading(address, "parquet", remote=True):
         use()
     return tables.open_files(address, "parquet")
 
