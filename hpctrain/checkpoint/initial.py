@@ -209,16 +209,12 @@ class PresentState(SavedArrays):
 
     def part(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> NDArray[Any]:
         require_inside(name, begin, shape, self.shape_of(name))
-        tensor = next(one for one in self.parts[name] if one.cut is None or is_within(begin, shape, one))
+        inner = [tuple(map(int.__sub__, begin, it.cut.begin)) if it.cut else begin for it in self.parts[name]]
+        held = zip(self.parts[name], inner, strict=True)
+        tensor, place = next((it, place) for it, place in held if lies_in(place, shape, it.shape))
         values = np.empty(shape, self.dtype_of(name))
-        tensor.copy_into(values, tuple(map(int.__sub__, begin, tensor.cut.begin)) if tensor.cut else begin)
+        tensor.copy_into(values, place)
         return values
-
-
-def is_within(begin: tuple[int, ...], shape: tuple[int, ...], tensor: StateTensor) -> bool:
-    """Whether a box of a whole tensor is in the local part."""
-    assert tensor.cut is not None, "it is cut"
-    return lies_in(tuple(map(int.__sub__, begin, tensor.cut.begin)), shape, tensor.shape)
 
 
 def load_keras_file(source: WeightSource, framework: StateSource) -> Match:

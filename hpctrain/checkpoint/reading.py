@@ -230,7 +230,12 @@ class LoadCandidate:
                 size = sum(stored.piece.num_bytes for stored in pieces)
                 image = held[index] if index in held else np.empty(size, np.uint8)
                 self.group.broadcast_array(image, f"send ranks' own state of {shards[index].file}", holders[index])
-                take_own(pieces, image, of_ranks)
+                position = 0
+                for stored in pieces:
+                    tensor = stored.piece.tensor
+                    assert tensor.rank is not None, "only ranks' own pieces are kept"
+                    of_ranks.setdefault(tensor.name, {})[tensor.rank] = view_of(image, stored.piece, position)
+                    position += stored.piece.num_bytes
         return own_state_of(of_ranks, self.peers.rank)
 
     def read_by_each(self, own: OwnState, use: Use) -> Loaded:
@@ -285,16 +290,6 @@ def own_pieces(shard: layout.Shard) -> list[layout.StoredPiece]:
         for stored in shard.pieces
         if stored.piece.tensor.rank is not None and not stored.piece.tensor.name.startswith(RANDOM)
     ]
-
-
-def take_own(pieces: Sequence[layout.StoredPiece], image: NDArray[np.uint8], of_ranks: OfRanks) -> None:
-    """Add rank-local values, which are consecutive in ``image``, to ``of_ranks``."""
-    position = 0
-    for stored in pieces:
-        tensor = stored.piece.tensor
-        assert tensor.rank is not None, "only ranks' own pieces are given"
-        of_ranks.setdefault(tensor.name, {})[tensor.rank] = view_of(image, stored.piece, position)
-        position += stored.piece.num_bytes
 
 
 def own_state_of(of_ranks: OfRanks, rank: int) -> OwnState:

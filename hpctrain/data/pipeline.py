@@ -30,14 +30,17 @@ class Batch:
     """Index of the global batch within its epoch."""
     micro_batches: tuple[Samples, ...]
     """The part, cut into at most ``accumulate`` nonempty micro-batches; no micro-batches if the part is empty."""
-    local_samples: int
-    """Samples in this rank's part."""
     global_samples: int
     """Samples in the whole global batch."""
     sample_ids: NDArray[np.int64]
     """int64[local_samples]: indices of the samples in the dataset, or numbers in the epoch of a stream."""
     ends_epoch: bool
     """Whether it is the last global batch of its epoch."""
+
+    @property
+    def local_samples(self) -> int:
+        """Samples in this rank's part."""
+        return len(self.sample_ids)
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,6 @@ class TrainingData:
             epoch=part.drawn.epoch,
             index=part.index,
             micro_batches=micro_batches,
-            local_samples=len(part.drawn.ids),
             global_samples=part.global_samples,
             sample_ids=part.drawn.ids,
             ends_epoch=part.index == self.order.batches_per_epoch - 1,

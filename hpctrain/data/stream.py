@@ -386,7 +386,6 @@ class StreamingData:
             epoch=epoch,
             index=index,
             micro_batches=tuple(self.place(batch_of(own[piece], self.recipe, drawn.part(piece))) for piece in pieces),
-            local_samples=len(own),
             global_samples=len(samples),
             sample_ids=drawn.ids,
             ends_epoch=is_last,

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from hpctrain.data.dataset import ArrayDataset, Dataset, from_arrays, ragged_rows, with_place
 from hpctrain.data.formats.records import RecordDataset
-from hpctrain.data.formats.sources import CACHE_BYTES, CalledDataset, ConcatDataset, open_dataset
+from hpctrain.data.formats.sources import CalledDataset, ConcatDataset, open_dataset
 from hpctrain.data.formats.table_dataset import TableDataset
 from hpctrain.data.object_reference import Describer, Rebuilder, Unsuited
 from hpctrain.data.order import Drawn
@@ -48,52 +48,37 @@ def refer_to_dataset(dataset: Dataset, memory: AnonymousMemory) -> Reference:
     if isinstance(dataset, ArrayDataset):
         return {"arrays": memory.put(flattened(dataset))}
     if isinstance(dataset, CalledDataset):
-        return {
-            "function": refer_to_function(dataset.function, "the data"),
-            "fields": dataset.names,
-            "cache": dataset.cache_bytes,
-            "outside": dataset.outside,
-            "ragged": dataset.ragged,
-            "fingerprint": dataset.fingerprint(),
-        }
-    tables = [dataset] if isinstance(dataset, TableDataset) else getattr(dataset, "parts", [])
-    if tables and all(isinstance(each, TableDataset) for each in tables):
-        return {
-            "files": [each.table.address for each in tables],
-            "fields": list(dataset.fields),
-            "fingerprint": dataset.fingerprint(),
-        }
+        function = refer_to_function(dataset.function, "the data")
+        return {"function": function, "how": sendable(dataset.how), "fingerprint": dataset.fingerprint()}
     from hpctrain.data.formats.hdf5 import Hdf5Dataset
 
-    parts = dataset.parts if isinstance(dataset, ConcatDataset) else [dataset]
-    records = [part for part in parts if isinstance(part, RecordDataset)]
-    if len(records) == len(parts):
-        decode = records[0].decode
-        return {
-            "files": [str(part.records.path) for part in records],
-            "fields": list(dataset.fields),
-            "ragged": records[0].ragged,
-            "decode": decode and refer_to_function(decode, "decode"),
-        }
-    files = [part for part in parts if isinstance(part, Hdf5Dataset)]
-    if len(files) < len(parts):
-        source = getattr(dataset, "source", dataset)  # the torch Dataset, not the wrapper
-        describer = Describer(functools.partial(refer_to_function, what="a part of the data"))
-        try:
-            described = describer.describe(source)
-        except Unsuited as error:
-            raise _refusal(f"the data is an object of {type(source).__name__}, and {error}") from error
-        return {
-            "object": described,
-            "parts": memory.put(describer.arrays),
-            "fields": list(dataset.fields),
-            "ragged": any(field.is_ragged for field in dataset.fields.values()),
-        }
-    paths = [str(file.path) for file in files]
-    first = files[0]
-    fields, cache = list(dataset.fields), first.cache.limit_bytes
-    how = {"files": paths, "fields": fields, "cache": cache, "outside": first.outside, "decode": first.decode}
-    return {**how, "fingerprint": dataset.fingerprint()} if first.origin else how
+    parts: Any = dataset.parts if isinstance(dataset, ConcatDataset) else [dataset]  # of one kind
+    first = parts[0]
+    how: dict[str, Any] = {"fields": list(dataset.fields)}
+    if isinstance(first, TableDataset):
+        addresses = [part.table.address for part in parts]
+        return {"files": addresses, "how": how, "fingerprint": dataset.fingerprint()}
+    if isinstance(first, RecordDataset):
+        how |= {"ragged": first.ragged, "decode": first.decode}
+        return {"files": [str(part.records.path) for part in parts], "how": sendable(how)}
+    if isinstance(first, Hdf5Dataset):
+        how |= {"cache_bytes": first.cache.limit_bytes, "allow_outside": first.outside, "decode": first.decode}
+        reference = {"files": [str(part.path) for part in parts], "how": how}
+        return {**reference, "fingerprint": dataset.fingerprint()} if first.origin else reference
+    source = getattr(dataset, "source", dataset)  # the torch Dataset, not the wrapper
+    describer = Describer(functools.partial(refer_to_function, what="a part of the data"))
+    try:
+        described = describer.describe(source)
+    except Unsuited as error:
+        raise _refusal(f"the data is an object of {type(source).__name__}, and {error}") from error
+    how["ragged"] = any(field.is_ragged for field in dataset.fields.values())
+    return {"object": described, "parts": memory.put(describer.arrays), "how": how}
+
+
+def sendable(how: Mapping[str, Any]) -> Reference:
+    """Arguments of ``open_dataset`` with a reference in place of the function that decodes."""
+    decode = how["decode"]
+    return {**how, "decode": refer_to_function(decode, "decode") if callable(decode) else decode}
 
 
 def reopen(reference: Mapping[str, Any], memory: AnonymousMemory) -> Dataset:
@@ -106,15 +91,13 @@ def reopen(reference: Mapping[str, Any], memory: AnonymousMemory) -> Dataset:
         return from_arrays(unflattened(memory.views(reference["arrays"])))
     if "object" in reference:
         source = Rebuilder(memory.views(reference["parts"]), import_function).rebuild(reference["object"])
-        return open_dataset(source, reference["fields"], ragged=reference["ragged"])
-    how = reference["fields"], reference.get("cache", CACHE_BYTES), reference.get("outside", ())
-    if "files" in reference:
-        decode = reference.get("decode")
-        decode = import_function(decode) if isinstance(decode, dict) else decode
-        dataset = open_dataset(reference["files"], *how, ragged=reference.get("ragged", False), decode=decode)
     else:
-        dataset = open_dataset(import_function(reference["function"]), *how, ragged=reference["ragged"])
-    if dataset.fingerprint() != reference.get("fingerprint", dataset.fingerprint()):
+        source = reference["files"] if "files" in reference else import_function(reference["function"])
+    how = dict(reference["how"])
+    if isinstance(how.get("decode"), dict):
+        how["decode"] = import_function(how["decode"])
+    dataset = open_dataset(source, **how)
+    if "fingerprint" in reference and dataset.fingerprint() != reference["fingerprint"]:
         fix = "make a data function depend on its arguments only: seed a Generator inside it, and do not change files"
         raise UserError("a worker process reads other data than the rank", fix)
     return dataset

@@ -17,7 +17,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format.boxes import Box
@@ -148,52 +148,42 @@ def require_same(data: bytes, shard: layout.Shard, path: Path) -> None:
         raise layout.DamagedCheckpoint(f"{path} has an index that differs from the manifest")
 
 
+KEYS = ("name", "dtype", "shape", "rank", "offset", "begin", "count", "crc32")
+
+
 def piece_from_json(value: Any, where: str, block_bytes: int) -> layout.StoredPiece:
     """Parse a piece's entry. Optimized for speed, since there may be many thousands."""
-    tensor = tensor_of(value, where)
-    begin, count, sums = value.get("begin"), value.get("count"), value.get("crc32")
-    if not are_counts(begin) or not are_counts(count):
-        raise layout.DamagedCheckpoint(f"{where}: {tensor.name} has the range {str(begin)[:100]}, {str(count)[:100]}")
-    dataset = value.get("dataset", tensor.name)
-    if type(dataset) is not str or layout.name_problem(dataset):
-        raise layout.DamagedCheckpoint(f"{where}: {str(dataset)[:100]!r} is not a name")
-    piece = layout.TensorPiece(tensor, Box(tuple(begin), tuple(count)), "" if dataset == tensor.name else dataset)
-    if not lies_in(begin, count, tensor.shape):
-        raise layout.DamagedCheckpoint(f"{where}: {tensor.name} has the range {begin}, {count} of {list(tensor.shape)}")
-    if not is_hex(sums, 8 * -(-piece.num_bytes // block_bytes)):
-        raise layout.DamagedCheckpoint(f"{where}: {tensor.name} has the checksums {str(sums)[:50]}")
-    crc32 = tuple(int(sums[at : at + 8], 16) for at in range(0, len(sums), 8))
-    return layout.StoredPiece(piece, value["offset"], block_bytes, crc32)
 
-
-KEYS = ("name", "dtype", "shape", "rank", "offset")
-
-
-def tensor_of(value: Any, where: str) -> layout.TensorSpec:
-    """Parse the tensor of an entry. Optimized for speed, since there may be many thousands."""
-    problem = tensor_problem(value)
-    if problem:
+    def fail(problem: str) -> NoReturn:
         raise layout.DamagedCheckpoint(f"{where}: {problem}")
-    tensor = layout.TensorSpec(value["name"], tuple(value["shape"]), value["dtype"], value["rank"])
-    if tensor.largest_bytes > layout.MAX_BYTES:
-        raise layout.DamagedCheckpoint(f"{where}: {tensor.name} cannot have the shape {tensor.shape}")
-    return tensor
 
-
-def tensor_problem(value: Any) -> str | None:
-    """Why a value is not a valid tensor entry, or None."""
-    if type(value) is not dict:
-        return "it is not an object"
-    name, dtype, shape, rank, offset = map(value.get, KEYS)
+    entry: Any = value if type(value) is dict else fail("it is not an object")
+    name, dtype, shape, rank, offset, begin, count, sums = map(entry.get, KEYS)
     if type(name) is not str or layout.name_problem(name):
-        return f"{str(name)[:100]!r} is not a name"
+        fail(f"{str(name)[:100]!r} is not a name")
     if type(dtype) is not str or dtype not in layout.ITEM_TYPES:
-        return f"{name} has the unknown type {str(dtype)[:50]}"
-    if not are_counts(shape) or len(value["shape"]) > layout.MAX_DIMENSIONS:
-        return f"{name} has the shape {str(shape)[:100]}"
-    if "rank" not in value or not (rank is None or is_count(rank)):
-        return f"{name} belongs to rank {str(rank)[:50]}"
-    return None if is_count(offset) else f"{name} begins at {str(offset)[:50]}"
+        fail(f"{name} has the unknown type {str(dtype)[:50]}")
+    if not are_counts(shape) or len(shape) > layout.MAX_DIMENSIONS:
+        fail(f"{name} has the shape {str(shape)[:100]}")
+    if "rank" not in entry or not (rank is None or is_count(rank)):
+        fail(f"{name} belongs to rank {str(rank)[:50]}")
+    if not is_count(offset):
+        fail(f"{name} begins at {str(offset)[:50]}")
+    tensor = layout.TensorSpec(name, tuple(shape), dtype, rank)
+    if tensor.largest_bytes > layout.MAX_BYTES:
+        fail(f"{name} cannot have the shape {tensor.shape}")
+    if not are_counts(begin) or not are_counts(count):
+        fail(f"{name} has the range {str(begin)[:100]}, {str(count)[:100]}")
+    dataset = entry.get("dataset", name)
+    if type(dataset) is not str or layout.name_problem(dataset):
+        fail(f"{str(dataset)[:100]!r} is not a name")
+    if not lies_in(begin, count, shape):
+        fail(f"{name} has the range {begin}, {count} of {shape}")
+    piece = layout.TensorPiece(tensor, Box(tuple(begin), tuple(count)), "" if dataset == name else dataset)
+    if not is_hex(sums, 8 * -(-piece.num_bytes // block_bytes)):
+        fail(f"{name} has the checksums {str(sums)[:50]}")
+    crc32 = tuple(int(sums[at : at + 8], 16) for at in range(0, len(sums), 8))
+    return layout.StoredPiece(piece, offset, block_bytes, crc32)
 
 
 def is_count(value: Any) -> bool:

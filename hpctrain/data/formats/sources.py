@@ -70,9 +70,10 @@ def open_dataset(
     """
     names = None if fields is None else tuple(fields)
     if inspect.isroutine(source) or isinstance(source, (type, functools.partial)):
-        dataset = open_dataset(source(), names, cache_bytes, allow_outside, ragged, decode)
-        called = CalledSeededDataset if isinstance(dataset, SeededDataset) else CalledDataset
-        return called(dataset, source, names, cache_bytes, tuple(map(str, allow_outside)), ragged)
+        how: dict[str, Any] = {"fields": names, "cache_bytes": cache_bytes, "ragged": ragged, "decode": decode}
+        how["allow_outside"] = tuple(map(str, allow_outside))
+        dataset = open_dataset(source(), **how)
+        return (CalledSeededDataset if isinstance(dataset, SeededDataset) else CalledDataset)(dataset, source, how)
     if isinstance(source, Dataset):
         return source
     if isinstance(source, (str, Path)):
@@ -105,10 +106,8 @@ class CalledDataset:
 
     dataset: Dataset
     function: Callable[[], Any]
-    names: tuple[str, ...] | None
-    cache_bytes: int
-    outside: tuple[str, ...]
-    ragged: bool
+    how: Mapping[str, Any]
+    """The other arguments of ``open_dataset``."""
 
     @property
     def fields(self) -> Mapping[str, Field]:
