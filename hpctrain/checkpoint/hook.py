@@ -13,7 +13,7 @@ from hpctrain.checkpoint.contents import FIRST_STEPS, Contents, verify_replicate
 from hpctrain.checkpoint.initial import load_initial
 from hpctrain.checkpoint.initial_match import WeightSource, listed
 from hpctrain.checkpoint.object_state import restore
-from hpctrain.checkpoint.place import Place
+from hpctrain.checkpoint.place import CheckpointPlace
 from hpctrain.checkpoint.policy import Policy, Retention, policy_of
 from hpctrain.checkpoint.reading import Loaded, NotUsed
 from hpctrain.checkpoint.remote import Remote, open_remote
@@ -84,7 +84,7 @@ class CheckpointHook(BaseHook):
         objects = [*self.state, own, *(Kept(f"{HOOKS}{hook.name}", hook) for hook in self.hooks)]
         self.contents = Contents(self.store.group, objects, self.identity)
         self.reporter = Reporter(self.store.group.rank == 0, self.report)
-        self.places: list[Place] = [place for place in (self.remote, self.tiers) if place]
+        self.places: list[CheckpointPlace] = [place for place in (self.remote, self.tiers) if place]
         self.opened = ExitStack()
         for place in self.places:
             self.opened.callback(place.close)

@@ -17,7 +17,7 @@ from hpctrain.train.hooks import Training
 from hpctrain.train.state import StateTensor
 
 
-class Place:
+class CheckpointPlace:
     """One of the places. All ranks call each method; by default there is nothing there, and nothing to do.
 
     Methods that return events or sentences return what the user should see.

@@ -27,7 +27,7 @@ from hpctrain.checkpoint.format.durable_files import make_durable_folder
 from hpctrain.checkpoint.format.layout import MANIFEST_FILE, UnreadableCheckpoint
 from hpctrain.checkpoint.format.strict_json import JsonReader, parse_json, to_json
 from hpctrain.checkpoint.objects import ObjectFolder
-from hpctrain.checkpoint.place import Place
+from hpctrain.checkpoint.place import CheckpointPlace
 from hpctrain.checkpoint.policy import Retention
 from hpctrain.checkpoint.read_retry import read_among
 from hpctrain.checkpoint.reading import Loaded, step_of
@@ -112,7 +112,7 @@ class Sending:
 
 
 @dataclass(eq=False)
-class Remote(Place):
+class Remote(CheckpointPlace):
     """A run's checkpoints in an object store: finds and fetches them for a resume, and uploads new ones.
 
     All ranks call each method. At each step they agree on their ``vote()``, so that they enter each stage together.

@@ -11,7 +11,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from hpctrain.checkpoint.format.durable_files import REFUSED, judged
-from hpctrain.checkpoint.place import Place
+from hpctrain.checkpoint.place import CheckpointPlace
 from hpctrain.checkpoint.read_retry import patiently
 from hpctrain.checkpoint.reading import Loaded, load_newest, step_of
 from hpctrain.checkpoint.resume_compat import differences, in_words, refuse_changes
@@ -26,7 +26,7 @@ REUNITED = ("sync.kind", "local", "every_step")
 
 
 @dataclass(frozen=True)
-class RunFolder(Place):
+class RunFolder(CheckpointPlace):
     """The run folder. Listing it removes what killed attempts left behind."""
 
     store: CheckpointStore
@@ -44,7 +44,7 @@ def resume(
     framework: StateSource,
     state: TrainState,
     identity: Mapping[str, Any],
-    places: Sequence[Place] = (),
+    places: Sequence[CheckpointPlace] = (),
 ) -> Loaded | None:
     """Load the newest sound checkpoint into framework and state; returns None if there is none. Collective.
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.checkpoint.contents import Contents
-from hpctrain.checkpoint.place import Place
+from hpctrain.checkpoint.place import CheckpointPlace
 from hpctrain.checkpoint.policy import Cost, Policy, Retention, policy_of_tier
 from hpctrain.checkpoint.reading import Loaded, NotUsed, step_of
 from hpctrain.checkpoint.replica import Replica, open_replica
@@ -102,7 +102,7 @@ class Tier:
 
 
 @dataclass(eq=False)
-class Tiers(Place):
+class Tiers(CheckpointPlace):
     """A run's snapshot tiers, the fastest first. All ranks call each method."""
 
     tiers: Sequence[Tier]
