@@ -232,9 +232,7 @@ def run_on_slurm(jobs: Sequence[ScalingJob]) -> None:
     todo = [job for job in jobs if not is_done(job)]
     foreign_text.show(f"submitting {len(todo)} jobs, and waiting for them", sys.stderr)
     with ThreadPoolExecutor(max(1, len(todo))) as pool:
-        ended = [pool.submit(_run, job, ["submit", "--wait", str(run_file(job))]) for job in todo]
-    for future in ended:
-        future.result()
+        list(pool.map(lambda job: _run(job, ["submit", "--wait", str(run_file(job))]), todo))
 
 
 def run_file(job: ScalingJob) -> Path:

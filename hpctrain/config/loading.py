@@ -97,8 +97,7 @@ def giving_way(in_file: Mapping[str, typing.Any], values: Mapping[str, typing.An
 
 def dump(config: Config) -> str:
     """The YAML text that ``load`` reads back to an equal Config."""
-    values = _plain(dataclasses.asdict(config))
-    return yaml.dump(values, Dumper=RunFileDumper, sort_keys=False, width=100)
+    return yaml.dump(dataclasses.asdict(config), Dumper=RunFileDumper, sort_keys=False, width=100)
 
 
 def absolute_task(task: str) -> str:
@@ -225,10 +224,3 @@ def _nearest(key: str, dashes: str = "") -> str:
     own = {name: {*name.rpartition(".")[2].split("_")} for name in known if name.rpartition(".")[0] == section}
     close = close or [name for name, words in own.items() if words & {*last.split("_")}]
     return f"did you mean {dashes}{close[0]}?" if close else otherwise
-
-
-def _plain(value: typing.Any) -> typing.Any:
-    """Tuples as lists, for YAML."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -122,7 +122,7 @@ def _default(entry: dataclasses.Field[typing.Any]) -> str | None:
     value = entry.default if entry.default_factory is dataclasses.MISSING else entry.default_factory()
     if value is dataclasses.MISSING:
         return None
-    return yaml.safe_dump(list(value) if isinstance(value, tuple) else value, default_flow_style=True).splitlines()[0]
+    return yaml.safe_dump(value, default_flow_style=True).splitlines()[0]
 
 
 if __name__ == "__main__":

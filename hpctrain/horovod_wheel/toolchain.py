@@ -89,7 +89,7 @@ def check_compiler() -> str:
         if shutil.which(tool) is None:
             fix = "install g++ 11 or newer and make, or load your site's compiler module"
             raise UserError(f"{tool} is not on PATH, and Horovod is compiled here", fix)
-    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout.strip().partition("\n")[0]
+    version = _ran([*compiler, "--version"]).stdout.strip().partition("\n")[0]
     if not _compiles([*compiler, "-std=c++20"], _CXX20_PROBE, ".cc"):
         fix = "use g++ 11 or newer: load a compiler module, or set CXX"
         raise UserError(f"{version or compiler[0]} does not compile C++20, which the frameworks' headers need", fix)
@@ -105,10 +105,10 @@ def find_mpi() -> Mpi:
     with tempfile.TemporaryDirectory() as room:
         source, probe = Path(room, "probe.c"), Path(room, "probe")
         source.write_text(_MPI_PROBE, encoding="utf-8")
-        done = subprocess.run([mpicc, str(source), "-o", str(probe), "-ldl"], capture_output=True, text=True)
+        done = _ran([mpicc, str(source), "-o", str(probe), "-ldl"])
         if done.returncode == 0:
             try:
-                done = subprocess.run([str(probe)], capture_output=True, text=True)
+                done = _ran([str(probe)])
             except PermissionError as error:  # noexec
                 what = f"programs may not be run in {tempfile.gettempdir()}, and mpicc is tried there"
                 raise UserError(what, "set TMPDIR to a folder in which they may, such as one in your home") from error
@@ -123,7 +123,7 @@ def check_mpi4py(mpi: Mpi) -> None:
     """Checks that mpi4py uses this MPI library: it shares a process with Horovod, so both must use the same."""
     if importlib.util.find_spec("mpi4py") is None:
         return
-    done = subprocess.run(python.code(_MPI_OF_MPI4PY), capture_output=True, text=True)
+    done = _ran(python.code(_MPI_OF_MPI4PY))
     if done.returncode != 0 or _plain(done.stdout) != mpi.version:
         found = _plain(done.stdout).partition(",")[0] if done.returncode == 0 else f"no MPI ({last_line(done.stderr)})"
         what = f"mpi4py loads {found}, but {mpi.mpicc} belongs to {mpi.name}: one process cannot use both"
@@ -146,7 +146,7 @@ def find_cuda() -> Cuda:
         wheels = f', or: pip install "cuda-toolkit[nvcc,cccl]=={torch_cuda}.*"' if int(major) >= 13 else ""
         what = f"torch was built with CUDA {torch_cuda}, and there is no nvcc of CUDA {major} on PATH{others}"
         raise UserError(what, f"load a CUDA {torch_cuda} module or set CUDA_HOME{wheels}")
-    dry = subprocess.run([nvcc, "--dryrun", "-E", "-x", "cu", os.devnull], capture_output=True, text=True)
+    dry = _ran([nvcc, "--dryrun", "-E", "-x", "cu", os.devnull])
     top = re.search(r"^#\$ TOP=(.+)$", dry.stderr + dry.stdout, flags=re.MULTILINE)  # nvcc may be a wrapper script
     home = Path(top[1] if top else Path(nvcc).parent.parent).resolve()
     include, library = _find_nccl()
@@ -156,7 +156,7 @@ def find_cuda() -> Cuda:
 def cmake_version(cmake: str | None) -> tuple[int, ...]:
     if cmake is None:
         return (0,)
-    found = re.search(r"(\d+)\.(\d+)", subprocess.run([cmake, "--version"], capture_output=True, text=True).stdout)
+    found = re.search(r"(\d+)\.(\d+)", _ran([cmake, "--version"]).stdout)
     return (int(found[1]), int(found[2])) if found else (0,)
 
 
@@ -164,16 +164,20 @@ def last_line(text: str) -> str:
     return text.strip().rpartition("\n")[2][:300]
 
 
+def _ran(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True)
+
+
 def _compiles(command: Sequence[str], source: str, suffix: str) -> bool:
     with tempfile.TemporaryDirectory() as room:
         file = Path(room, f"probe{suffix}")
         file.write_text(source, encoding="utf-8")
-        done = subprocess.run([*command, str(file), "-o", str(Path(room, "probe"))], capture_output=True, text=True)
+        done = _ran([*command, str(file), "-o", str(Path(room, "probe"))])
     return done.returncode == 0
 
 
 def _release(nvcc: str) -> str:
-    found = re.search(r"release ([\d.]+)", subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout)
+    found = re.search(r"release ([\d.]+)", _ran([nvcc, "--version"]).stdout)
     return found[1] if found else "?"
 
 

@@ -223,7 +223,6 @@ class Door:
         self.limits = limits
         self.strangers: dict[Connection, str] = {}
         """Their addresses, longest-waiting first."""
-        self.of_address: Counter[str] = Counter()
         self.rests_until = 0.0
 
     def has_room(self, now: float, trusted: int) -> bool:
@@ -245,23 +244,19 @@ class Door:
                 break
             connection = Connection.over(stream, self.token, opened=now)
             self.strangers[connection] = address
-            self.of_address[address] += 1
             fresh.append(connection)
         return fresh
 
     def forget(self, connection: Connection) -> None:
         """Removes a connection that is now trusted or closed."""
-        address = self.strangers.pop(connection, None)
-        if address is not None:
-            self.of_address[address] -= 1
-            if not self.of_address[address]:
-                del self.of_address[address]
+        self.strangers.pop(connection, None)
 
     def overdue(self, now: float) -> list[Connection]:
         """Strangers whose time is up, or that later ones from the same address displace."""
         crowded = len(self.strangers) >= self.limits.strangers
         patience_s = self.limits.hurry_s if crowded else self.limits.patience_s
-        surplus = {address: count - self.limits.strangers_of_address for address, count in self.of_address.items()}
+        surplus = Counter(self.strangers.values())
+        surplus.subtract(dict.fromkeys(surplus, self.limits.strangers_of_address))
         late = []
         for connection, address in self.strangers.items():
             if surplus[address] > 0 or now - connection.opened > patience_s:

@@ -50,9 +50,9 @@ class MonitorSession:
 
     clock: RingClock
     """Clock on which the rank marks its phases."""
-    agent: subprocess.Popen[bytes] | None
+    agent: subprocess.Popen[bytes] | None = None
     """The node's agent on its first rank; None elsewhere, or without a monitor."""
-    dump_file: IO[bytes] | None
+    dump_file: IO[bytes] | None = None
     """File to which faulthandler writes."""
     watching: int = -1
     """Read end of a pipe whose other end the agent closes once it watches; -1 without a monitor."""
@@ -130,13 +130,13 @@ def start(world: World, folder: Path | str, config: MonitorConfig | None = None)
     """
     config = config or MonitorConfig(on_hang="report")
     if not config.enabled:
-        return MonitorSession(RingClock(), None, None)
+        return MonitorSession(RingClock())
     memory, problem = join_memory(world, shared.RingLayout(world.local_size, max(1024, 8 * config.window_steps)))
     problems = [text for text in world.everyone.allgather(problem, "share memory with the monitor") if text]
     if problems or memory is None:
         if world.rank == 0:
             foreign_text.show(f"hpctrain monitor: not watching this run: {problems[0]}", sys.stderr)
-        return MonitorSession(RingClock(), None, None)
+        return MonitorSession(RingClock())
     handle, layout, clock = memory
     watched, watching = os.pipe()
     agent = start_agent(world, RunDir(Path(folder)), config, handle, layout, watching)

@@ -27,6 +27,9 @@ AFTER_EXIT = (Phase.OPTIMIZER, Phase.CALLBACKS, Phase.CHECKPOINT)
 BUSY = tuple(column for column in range(GC) if column != Phase.EXCHANGE)
 """Columns that add up to a rank's busy time."""
 
+ARRAYS = ("busy", "wait", "work", "typical", "mean")
+"""Names of a window's times."""
+
 Floats = NDArray[np.float32]
 
 
@@ -97,5 +100,4 @@ def join(parts: list[Window]) -> Window:
     def stacked(name: str) -> Floats:
         return np.concatenate([getattr(part, name) for part in parts])[order]
 
-    arrays = {name: stacked(name) for name in ("busy", "wait", "work", "typical", "mean")}
-    return Window(index=parts[0].index, ranks=ranks[order], **arrays)
+    return Window(index=parts[0].index, ranks=ranks[order], **{name: stacked(name) for name in ARRAYS})

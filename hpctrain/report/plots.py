@@ -56,29 +56,31 @@ def line_sections(data: RunHistory, attempts: Sequence[Span]) -> list[ReportSect
     unit, unit_name = time_unit(attempts[-1].end - begin if attempts else 0.0)
     resumes: dict[float, str] = dict.fromkeys((attempt.from_step for attempt in attempts[1:]), "resumed")
     restarts = dict.fromkeys(((attempt.begin - begin) / unit for attempt in attempts[1:]), "next attempt")
-    losses = {name: data.train[name] for name in ("loss",) if name in data.train}
-    if "loss" in data.metrics:
-        losses["validation loss"] = data.metrics["loss"]
-    losses |= {f"validation {name}": series for name, series in data.metrics.items() if name.endswith("/loss")}
-    others = {name: series for name, series in data.metrics.items() if not f"/{name}".endswith("/loss")}
-    trained = {f"training {name}": series for name, series in data.train.items() if name not in NOT_METRICS}
-    rate = ("learning_rate", "Learning rate") if "learning_rate" in data.train else ("lr", "Learning rate, as a factor")
-    wanted = [
+    train, metrics = data.train, data.metrics
+    losses = {"loss": train.get("loss"), "validation loss": metrics.get("loss")}
+    losses |= {f"validation {name}": series for name, series in metrics.items() if name.endswith("/loss")}
+    others = {name: series for name, series in metrics.items() if not f"/{name}".endswith("/loss")}
+    trained = {f"training {name}": series for name, series in train.items() if name not in NOT_METRICS}
+    rate, rate_title = "learning_rate", "Learning rate"
+    if rate not in train:
+        rate, rate_title = "lr", "Learning rate, as a factor"
+    wanted: list[tuple[str, str, Mapping[str, Series | None], bool]] = [
         ("loss", "Loss", losses, False),
         ("metrics", "Validation metrics", others, False),
         ("training_metrics", "Training metrics", trained, False),
-        ("learning_rate", rate[1], {k: v for k, v in data.train.items() if k == rate[0]}, True),
-        ("mfu", "Model FLOPs utilisation", {k: v for k, v in data.train.items() if k == "mfu"}, True),
-        ("throughput", "Samples per second", {k: v for k, v in data.train.items() if k == "samples_per_s"}, True),
+        ("learning_rate", rate_title, {rate: train.get(rate)}, True),
+        ("mfu", "Model FLOPs utilisation", {"mfu": train.get("mfu")}, True),
+        ("throughput", "Samples per second", {"samples_per_s": train.get("samples_per_s")}, True),
     ]
     sections = []
     for key, title, named, from_zero in wanted:
-        lines = [line_of(name, series) for name, series in named.items()]
+        known = [(name, series) for name, series in named.items() if series is not None]
+        lines = [line_of(name, series) for name, series in known]
         if not any(line.x for line in lines):
             continue
         sections.append(line_section(key, title, lines, marks=resumes, from_zero=from_zero))
         if key in ("loss", "metrics"):
-            timed = [line_of(name, series, begin, unit) for name, series in named.items()]
+            timed = [line_of(name, series, begin, unit) for name, series in known]
             label = f"{unit_name} since the start"
             sections.append(line_section(f"{key}_time", f"{title} against time", timed, label, restarts))
     return sections

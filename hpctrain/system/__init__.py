@@ -4,7 +4,7 @@ files: safe writes in folders that others may have tampered with (links, guessed
 bounded_yaml, json_shape: safe reads of files that others may have written. processes, signals, python: starting and
 watching processes. cgroups: limits of this process. gpus: GPUs by the kernel. fabric: fast networks, and cores next
 to devices. shared_memory: memory shared by processes of this node. address: addresses at which other hosts reach this
-one. channel: proof of a run's secret, and frames, between its processes. object_store: object stores by URL. retry: the
-loop that tries again. output, foreign_text: terminal output. quantities: bytes and seconds for people. user_errors:
-messages for errors in users' code.
+one. kernel: files of the kernel. channel: proof of a run's secret, and frames, between its processes. object_store:
+object stores by URL. retry: the loop that tries again. output, foreign_text: terminal output. quantities: bytes and
+seconds for people. user_errors: messages for errors in users' code.
 """

@@ -6,21 +6,19 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from hpctrain.system.kernel import read_text
+
 PROC = Path("/proc")
 ROOT = Path("/sys/fs/cgroup")
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
     """CPU quota in cores at the mounted root, which in a container is its own group; None if there is no quota."""
-    try:
-        quota, period = (root / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        try:
-            quota = (root / "cpu" / "cpu.cfs_quota_us").read_text().strip()
-            period = (root / "cpu" / "cpu.cfs_period_us").read_text().strip()
-        except OSError:
-            return None
-    return None if quota == "max" or int(quota) <= 0 else int(quota) / int(period)
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        if found := " ".join(read_text(root / name) for name in names).split():
+            quota, period = found
+            return None if quota == "max" or int(quota) <= 0 else int(quota) / int(period)
+    return None
 
 
 def throttled_s(proc: Path = PROC, root: Path = ROOT) -> float | None:
@@ -56,23 +54,16 @@ def memory_left(proc: Path = PROC, root: Path = ROOT) -> int | None:
 def _limited(group: Path) -> Iterator[tuple[int, int]]:
     """Yields the limit and use of a group in bytes, if it has a limit."""
     for file, kinds in (("memory.max", ("anon", "shmem")), ("memory.limit_in_bytes", ("total_rss", "total_shmem"))):
-        try:
-            limit = (group / file).read_text().strip()
-            counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):
-            continue
-        if limit != "max":
+        limit = read_text(group / file).strip()
+        counts = dict(line.split() for line in read_text(group / "memory.stat").splitlines())
+        if limit not in ("", "max") and counts:
             yield int(limit), sum(int(counts.get(kind, 0)) for kind in kinds)
 
 
 def _counter(controller: str, file: str, key: str, proc: Path, root: Path) -> int | None:
     """Reads a counter from the first of this process's groups that has it."""
     for group in _groups(controller, proc, root):
-        try:
-            lines = (group / file).read_text().splitlines()
-        except OSError:
-            continue
-        for line in lines:
+        for line in read_text(group / file).splitlines():
             name, _, value = line.partition(" ")
             if name == key and value.strip().isdigit():
                 return int(value)
@@ -81,12 +72,8 @@ def _counter(controller: str, file: str, key: str, proc: Path, root: Path) -> in
 
 def _groups(controller: str, proc: Path, root: Path) -> list[Path]:
     """Folders of this process's groups for a controller: the unified hierarchy's and version 1's."""
-    try:
-        lines = (proc / "self" / "cgroup").read_text().splitlines()
-    except OSError:
-        return []
     found = []
-    for line in lines:
+    for line in read_text(proc / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             found.append(root / path.lstrip("/"))

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpctrain.system.gpus import read_text
+from hpctrain.system.kernel import read_text
 
 DRIVERS = {"efa": "EFA", "hfi1": "Omni-Path"}
 """Networks other than InfiniBand whose adapters are listed with it, by their driver."""

@@ -7,6 +7,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.system.kernel import read_text
+
 INSTINCT = {90008, 90010, 90402, 90500}
 """Versions of AMD's instruction set on MI100, MI200, MI300 and MI350, as the kernel writes them."""
 MAX_SERIES = range(0x0BD0, 0x0BE0)
@@ -49,13 +51,6 @@ def hardware(root: Path = Path("/proc")) -> str:
     files = [root / "cpuinfo", *sorted((root / "driver/nvidia/gpus").glob("*/information"))]
     lines = [line for file in files for line in read_text(file).splitlines()]
     return "\n".join(sorted({line for line in lines if line.lower().startswith("model")}))
-
-
-def read_text(path: Path) -> str:
-    """The text of a file of the kernel; empty if it cannot be read."""
-    with contextlib.suppress(OSError):
-        return path.read_text(encoding="ascii", errors="replace")
-    return ""
 
 
 def _hexadecimal(path: Path) -> int:

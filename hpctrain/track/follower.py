@@ -169,7 +169,7 @@ class Follower:
 
     def note_problem(self, error: Exception) -> None:
         """Saves the error, which the sink and ``hpctrain track sync`` show."""
-        self.problem = _shortened(error)
+        self.problem = " ".join(str(error).split())[:300] or type(error).__name__
         self.save()
 
     def save(self) -> None:
@@ -182,10 +182,6 @@ class Follower:
             "problem": self.problem,
         }
         write_atomically(self.run_dir.path / f"{self.name}.json", json.dumps(fields).encode())
-
-
-def _shortened(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def follow(follower: Follower, is_over: Callable[[float], bool]) -> bool:
@@ -231,10 +227,7 @@ def main(name: str, make: Callable[[RunDir, str, str], Follower]) -> int:
     try:
         follower = make(RunDir(Path(folder)), uri, more)
     except Exception as error:  # the library refuses the store: the sink reports it
-        saved = position(RunDir(Path(folder)), name)
-        known = saved if saved.get("uri") == uri else {"uri": uri, "run_id": None, "offset": 0}
-        fields = {**known, "problem": _shortened(error)}
-        write_atomically(Path(folder) / f"{name}.json", json.dumps(fields).encode())
+        Follower(name, RunDir(Path(folder)), uri).note_problem(error)
         return 1
     foreign_text.show(f"{name} is there after {time.monotonic() - begin:.1f} s")
     return 0 if follow(follower, stdin_closes) else 1

@@ -145,7 +145,8 @@ def folder_of(uri: str) -> Path:
 
 def make(run_dir: RunDir, uri: str, experiment: str) -> MlflowFollower:
     """Makes a follower with MLflow's client, whose import takes seconds."""
-    os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
     from mlflow import MlflowClient
 
     if not is_address(uri):

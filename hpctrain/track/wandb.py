@@ -74,7 +74,8 @@ class WandbFollower(Follower):
 
 def make(run_dir: RunDir, project: str, more: str) -> WandbFollower:
     """Makes a follower with wandb, whose import takes seconds."""
-    os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
     import wandb
 
     return WandbFollower(run_dir, wandb, project)

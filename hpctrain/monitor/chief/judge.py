@@ -67,6 +67,10 @@ class Measures:
     """[R] fraction of the window that the job would save without this rank's delay."""
     slow: NDArray[np.bool_]
     """[R] slow in this window."""
+    few: NDArray[np.bool_]
+    """[R] with too few peers for their median to be a reference."""
+    levelled: Array
+    """[R] medians as multiples of their peers' median."""
     chance: float = 0.0
     """Fraction by which a rank's median may differ by chance, because its steps differ."""
 
@@ -104,7 +108,7 @@ class Judge:
         """Returns the findings that this window changes, most important first."""
         if len(window.ranks) < 2:
             zero = np.zeros(len(window.ranks))
-            self.measures = Measures(window, np.median(window.busy, axis=1), zero, zero, zero, zero > 0)
+            self.measures = Measures(window, np.median(window.busy, axis=1), zero, zero, zero, zero > 0, zero > 0, zero)
             return []
         silent = np.all(window.wait <= 0, axis=1)
         if silent.any():
@@ -132,27 +136,27 @@ class Judge:
         z = self.peers.robust_z(medians, busy, ranks, past)
         slow = (excess >= self.rule.slow) & (z >= self.rule.z)
         chance = slowness.chance_excess(busy, self.rule.z)
-        return Measures(window, medians, raw, excess, slowness.cost_of_each(window.busy, window.wait), slow, chance)
+        few, levelled = self.peers.few(ranks), self.peers.levelled(medians, ranks, past)
+        cost = slowness.cost_of_each(window.busy, window.wait)
+        return Measures(window, medians, raw, excess, cost, slow, few, levelled, chance)
 
     # --- ranks -------------------------------------------------------------------------------------------------------
 
     def slow_ranks(self, now: Measures, own: Array | None) -> tuple[NDArray[np.bool_], bool]:
         """Returns [R] ranks that are slower than their peers in the typical step, and whether they are too many."""
         window, slow = now.window, now.slow
-        size, few = len(window.ranks), self.peers.few(window.ranks)
+        size, few = len(window.ranks), now.few
         if few.any():
             slow = slow & (~few | self.baseline.fell_behind(now.medians, own, self.rule.slow))
         many = slow.sum() > max(1, self.rule.many * size) and not self.is_one_host_that_changed(window, slow, own)
-        levelled = self.peers.levelled(now.medians, window.ranks, self.baseline.busy)
-        if not few.all() and (group := self.slow_group(levelled, own, now.chance)) is not None:
+        if not few.all() and (group := self.slow_group(now.levelled, own, now.chance)) is not None:
             many, slow = not self.is_one_host_that_changed(window, group, own), slow | group
         return slow, bool(many and not slow.all())
 
     def ranks(self, now: Measures, slow: NDArray[np.bool_], are_many: bool) -> list[Finding]:
         """Findings about slow ranks, or about too many of them."""
-        window = now.window
-        few, levelled = self.peers.few(window.ranks), self.peers.levelled(now.medians, window.ranks, self.baseline.busy)
-        verdicts = self.uneven(now) if few.all() else []
+        window, levelled = now.window, now.levelled
+        verdicts = self.uneven(now) if now.few.all() else []
         verdicts += self.condition(
             Kind.MANY,
             window,

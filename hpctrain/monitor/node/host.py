@@ -10,6 +10,7 @@ from pathlib import Path
 from hpctrain.monitor.node.gpu_readings import GpuReading, remarks
 from hpctrain.run.rank_environment import RUN_DIR
 from hpctrain.system import cgroups
+from hpctrain.system.kernel import names_in, read_text
 
 TICK = os.sysconf("SC_CLK_TCK")
 PROC = Path("/proc")
@@ -99,21 +100,21 @@ def compare_process(before: Mapping[str, float], after: Mapping[str, float], sec
 
 def cpu_counters() -> dict[str, float]:
     """CPU seconds of the host, those stolen by the hypervisor, and thermal throttling events."""
-    lines = lines_of(PROC / "stat")
+    lines = read_text(PROC / "stat").splitlines()
     if not lines:
         return {}
     fields = [int(field) / TICK for field in lines[0].split()[1:9]]
     hot = sum(
         int(text)
         for file in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/thermal_throttle/core_throttle_count")
-        if (text := text_of(file))
+        if (text := read_text(file))
     )
     return {"cpu_s": sum(fields), "steal_s": fields[7], "hot": float(hot)}
 
 
 def memory_counters() -> dict[str, float]:
     """Pages swapped in and out since boot."""
-    pairs = dict(line.split() for line in lines_of(PROC / "vmstat"))
+    pairs = dict(line.split() for line in read_text(PROC / "vmstat").splitlines())
     return {"swapped_pages": float(int(pairs.get("pswpin", 0)) + int(pairs.get("pswpout", 0)))}
 
 
@@ -121,7 +122,7 @@ def pressure() -> dict[str, float]:
     """Pressure stall information: seconds in which some task waited for memory or storage."""
     found = {}
     for resource in ("memory", "io"):
-        for line in lines_of(PROC / "pressure" / resource):
+        for line in read_text(PROC / "pressure" / resource).splitlines():
             if line.startswith("some"):
                 found[f"{resource}_pressure_s"] = int(line.rpartition("total=")[2]) / 1e6
     return found
@@ -135,25 +136,25 @@ def control_group() -> dict[str, float]:
 
 def network_counters() -> dict[str, float]:
     """Retransmitted TCP segments."""
-    lines = [line.split() for line in lines_of(PROC / "net" / "snmp") if line.startswith("Tcp:")]
+    lines = [line.split() for line in read_text(PROC / "net" / "snmp").splitlines() if line.startswith("Tcp:")]
     return {"retransmits": float(dict(zip(*lines, strict=True))["RetransSegs"])} if len(lines) == 2 else {}
 
 
 def process_counters(pid: int) -> dict[str, float]:
     """Counters of one process; empty if it is gone. ``waiting_s`` is that of the thread that waited longest."""
     folder = PROC / str(pid)
-    stat = (text_of(folder / "stat") or "").rpartition(")")[2].split()
+    stat = read_text(folder / "stat").rpartition(")")[2].split()
     if not stat:
         return {}
     counters = {"major_faults": float(stat[9]), "stopped": float(stat[0] in "tT")}
-    for line in lines_of(folder / "status"):
+    for line in read_text(folder / "status").splitlines():
         if line.startswith("VmSwap:"):
             counters["swapped_bytes"] = 1024.0 * int(line.split()[1])
     waiting, involuntary = 0, 0
     for task in names_in(folder / "task"):
-        if schedule := (text_of(folder / "task" / task / "schedstat") or "").split():
+        if schedule := read_text(folder / "task" / task / "schedstat").split():
             waiting = max(waiting, int(schedule[1]))
-        for line in lines_of(folder / "task" / task / "status"):
+        for line in read_text(folder / "task" / task / "status").splitlines():
             if line.startswith("nonvoluntary_ctxt_switches:"):
                 involuntary += int(line.split()[1])
     return {**counters, "waiting_s": waiting / 1e9, "involuntary": float(involuntary)}
@@ -161,7 +162,7 @@ def process_counters(pid: int) -> dict[str, float]:
 
 def cpu_energy() -> dict[str, float]:
     """Energy of the processor packages by RAPL, where it may be read."""
-    texts = [text_of(folder / "energy_uj") for folder in POWER.glob("intel-rapl:*") if folder.name.count(":") == 1]
+    texts = [read_text(folder / "energy_uj") for folder in POWER.glob("intel-rapl:*") if folder.name.count(":") == 1]
     known = [int(text) for text in texts if text]
     return {"cpu_joules": sum(known) / 1e6} if known else {}
 
@@ -189,9 +190,9 @@ def rivals(
     mark = f"{RUN_DIR}={os.environ.get(RUN_DIR)}"
     for pid, used in after.items():
         share = (used - before.get(pid, used)) / seconds
-        if pid in ours or share < 0.5 or mark in (text_of(PROC / str(pid) / "environ") or "").split("\0"):
+        if pid in ours or share < 0.5 or mark in read_text(PROC / str(pid) / "environ").split("\0"):
             continue
-        stat = text_of(PROC / str(pid) / "stat") or ""
+        stat = read_text(PROC / str(pid) / "stat")
         fields = stat.rpartition(")")[2].split()
         if fields and int(fields[36]) in cpus:
             name = stat[stat.find("(") + 1 : stat.rfind(")")]
@@ -203,28 +204,7 @@ def processor_seconds() -> dict[int, float]:
     """CPU seconds of every process on the host, by PID."""
     found = {}
     for name in filter(str.isdecimal, names_in(PROC)):
-        fields = (text_of(PROC / name / "stat") or "").rpartition(")")[2].split()
+        fields = read_text(PROC / name / "stat").rpartition(")")[2].split()
         if fields:
             found[int(name)] = (int(fields[11]) + int(fields[12])) / TICK
     return found
-
-
-def names_in(folder: Path) -> list[str]:
-    """A folder's entries; none if it cannot be read."""
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
-
-
-def text_of(path: Path) -> str | None:
-    """A small file's content; None if it cannot be read."""
-    try:
-        return path.read_text(errors="replace")  # the kernel may cut process names in mid-character
-    except OSError:
-        return None
-
-
-def lines_of(path: Path) -> list[str]:
-    """A small file's lines; none if it cannot be read."""
-    return (text_of(path) or "").splitlines()

@@ -21,7 +21,7 @@ from hpctrain.monitor.framing import Message
 from hpctrain.monitor.node import host as host_counters
 from hpctrain.monitor.node import stacks
 from hpctrain.monitor.node.gpu_readings import AmdSmi, Nvml, open_gpus
-from hpctrain.monitor.window import Window, condense
+from hpctrain.monitor.window import ARRAYS, Window, condense
 from hpctrain.system import processes
 
 BEAT_S = 1.0
@@ -268,12 +268,8 @@ def family(pid: int) -> list[int]:
 
 def window_message(window: Window) -> Message:
     """Packs a window into a message."""
-    names = ("busy", "wait", "work", "typical", "mean")
-    return Message(
-        "window",
-        {"index": window.index, "ranks": window.ranks.tolist()},
-        {name: getattr(window, name) for name in names},
-    )
+    fields = {"index": window.index, "ranks": window.ranks.tolist()}
+    return Message("window", fields, {name: getattr(window, name) for name in ARRAYS})
 
 
 def window_of(message: Message) -> Window:

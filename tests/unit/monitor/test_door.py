@@ -132,7 +132,7 @@ def test_idle_connections_are_few_and_keep_nobody_out(many_files: None, says: by
             assert agent_gets_in(keeper)
         keeper.turn(DoorLimits().patience_s + 1)
         keeper.turn()
-        assert not keeper.door.strangers and not keeper.door.of_address
+        assert not keeper.door.strangers
 
 
 def test_intruders_of_many_addresses_wait_outside_and_not_for_long(many_files: None) -> None:
