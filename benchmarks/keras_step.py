@@ -122,14 +122,9 @@ def plain_horovod(problem: KerasBenchProblem) -> Plain:
     """Horovod's DistributedGradientTape with default settings."""
     import horovod.tensorflow as hvd
 
-    os.environ["HOROVOD_CYCLE_TIME"] = "1"  # the default; an earlier start in this process may have set another value
     hvd.init()
 
-    def close() -> None:
-        hvd.shutdown()
-        del os.environ["HOROVOD_CYCLE_TIME"]
-
-    return Plain(problem, tape_of=hvd.DistributedGradientTape, close=close)
+    return Plain(problem, tape_of=hvd.DistributedGradientTape, close=hvd.shutdown)
 
 
 def workers(world: World) -> tf.distribute.Strategy:

@@ -11,7 +11,17 @@ from hpctrain.reduce.candidates import EVERY_CANDIDATE
 
 PROGRAM = "benchmarks.step_ranks"
 MODELS = {
-    "torch": (*step.MODELS, "mlp-adam", "tables-sgd", "tables-adagrad", "tables-adam"),
+    "torch": (
+        *step.MODELS,
+        "lstm",
+        "resnet",
+        "small",
+        "wide",
+        "mlp-adam",
+        "tables-sgd",
+        "tables-adagrad",
+        "tables-adam",
+    ),
     "tensorflow": (*step.MODELS, "lstm", "small", "wide", "tables-sgd", "tables-adagrad", "tables-adam"),
 }
 """mlp-adam is mlp with an optimizer with more state; tables-* is a table of 500,000 x 16 with the named optimizer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -36,9 +37,71 @@ class Tables(nn.Module):
         return logits
 
 
+class Recurrent(nn.Module):
+    """LSTM with two layers of 256; 0.9 M parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent, self.head = nn.LSTM(64, 256, 2, batch_first=True), nn.Linear(256, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the logits."""
+        logits: Tensor = self.head(self.recurrent(x)[0][:, -1])
+        return logits
+
+
+class Residual(nn.Module):
+    """Block of ResNet-18 (He et al. 2016)."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.path = nn.Sequential(
+            *convolution(inputs, outputs, 3, stride), nn.ReLU(), *convolution(outputs, outputs, 3)
+        )
+        same = stride == 1 and inputs == outputs
+        self.shortcut = nn.Identity() if same else nn.Sequential(*convolution(inputs, outputs, 1, stride))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Adds the path to the shortcut."""
+        return torch.relu(self.path(x) + self.shortcut(x))
+
+
+def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> list[nn.Module]:
+    """A convolution and its BatchNorm."""
+    return [nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False), nn.BatchNorm2d(outputs)]
+
+
+def lstm() -> tuple[nn.Module, Tensor, Tensor]:
+    """The LSTM over 32 steps, 32 samples."""
+    return Recurrent(), torch.randn(32, 32, 64), torch.randint(10, (32,))
+
+
+def resnet() -> tuple[nn.Module, Tensor, Tensor]:
+    """ResNet-18 for 8 images of 32 x 32; 11 M parameters."""
+    widths = [64, 64, 64, 128, 128, 256, 256, 512, 512]
+    blocks = [Residual(a, b, 1 + (a != b)) for a, b in itertools.pairwise(widths)]
+    layers = [*convolution(3, 64, 3), nn.ReLU(), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10)]
+    return nn.Sequential(*layers), torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
+
+
+def small() -> tuple[nn.Module, Tensor, Tensor]:
+    """100 layers of width 32; 0.1 M parameters in 202 tensors."""
+    layers = [layer for _ in range(100) for layer in (nn.Linear(32, 32), nn.Tanh())]
+    return nn.Sequential(*layers, nn.Linear(32, 10)), torch.randn(64, 32), torch.randint(10, (64,))
+
+
+def wide() -> tuple[nn.Module, Tensor, Tensor]:
+    """MLP 1024-4096-4096-10; 21 M parameters."""
+    layers = [nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 10)]
+    return nn.Sequential(*layers), torch.randn(64, 1024), torch.randint(10, (64,))
+
+
 def tables() -> tuple[nn.Module, Tensor, Tensor]:
     """The model with 512 samples."""
     return Tables(), torch.randint(ROWS, (512, 8)), torch.randint(10, (512,))
+
+
+MODELS = {"lstm": lstm, "resnet": resnet, "small": small, "wide": wide, "mlp-adam": torch_bench_models.mlp}
 
 
 def optimizer_of(name: str, model: nn.Module, dense: bool) -> torch.optim.Optimizer:
@@ -58,10 +121,10 @@ def optimizer_of(name: str, model: nn.Module, dense: bool) -> torch.optim.Optimi
 
 
 def problem(name: str, world: World, dense: bool = False) -> TorchBenchProblem:
-    """Makes a model of the package, or one with another optimizer or a large table."""
+    """Makes a model of the package, one of MODELS, or a large table with the named optimizer."""
     if name in torch_bench_models.MODELS:
         return torch_bench_models.problem(name, world)
-    model, inputs, targets = seeded(torch_bench_models.mlp if name == "mlp-adam" else tables, world)
+    model, inputs, targets = seeded(MODELS.get(name, tables), world)
     cut = {"table": vocabulary} if isinstance(model, Tables) else {}
     return TorchBenchProblem(model, optimizer_of(name, model, dense), inputs, targets, cut)
 
@@ -111,15 +174,10 @@ def plain_horovod(problem: TorchBenchProblem) -> Plain:
     """Horovod's DistributedOptimizer with default settings."""
     import horovod.torch as hvd
 
-    os.environ["HOROVOD_CYCLE_TIME"] = "1"  # the default; an earlier start in this process may have set another value
     hvd.init()
 
-    def close() -> None:
-        hvd.shutdown()
-        del os.environ["HOROVOD_CYCLE_TIME"]
-
     optimizer = hvd.DistributedOptimizer(problem.optimizer, named_parameters=problem.model.named_parameters())
-    return Plain(problem, problem.model, optimizer, close)
+    return Plain(problem, problem.model, optimizer, hvd.shutdown)
 
 
 def join_gloo(world: World) -> None:

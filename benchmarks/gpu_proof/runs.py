@@ -50,7 +50,7 @@ def run_file(folder: Path, task: str, task_args: dict[str, Any], steps: int, bat
     words = {
         "name": folder.name,
         "run_dir": str(folder),
-        "task": f"{NAME}:{task}",
+        "task": task if ":" in task else f"{NAME}:{task}",
         "task_args": task_args,
         "train": train,
         "data": {"shuffle": "none", **sections.pop("data", {})},

@@ -62,6 +62,36 @@ def gpt(
     )
 
 
+SMALL_LLAMA = {"length": 32, "width": 32, "blocks": 2, "heads": 4, "kv_heads": 2, "hidden": 64, "words": WORDS}
+"""Arguments of ``llama`` for CPUs."""
+
+
+def llama(
+    length: int = 4096,
+    width: int = 4096,
+    blocks: int = 32,
+    heads: int = 32,
+    kv_heads: int = 8,
+    hidden: int = 14336,
+    words: int = 128_256,
+    samples: int = 16,
+    device: str = "cuda" if torch.cuda.is_available() else "cpu",
+) -> TorchTask:
+    """Transformer with the shape of Llama 3 8B, in bf16, made on its device; fixed weights and tokens."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        layers = [Block(width, heads, kv_heads, hidden, gated=True, norm=nn.RMSNorm) for _ in range(blocks)]
+        model = Gpt(words, width, layers, nn.RMSNorm, tied=False).to(torch.bfloat16)
+    tokens = (np.arange(samples)[:, None] + 3 * np.arange(length + 1)) % WORDS  # something to learn
+    return TorchTask(
+        model=model,
+        loss=token_loss,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device == "cuda"),
+        train={"inputs": tokens[:, :-1].copy(), "targets": tokens[:, 1:].copy()},
+        layers=lambda whole: whole.layers(),
+    )
+
+
 def token_loss(logits: Any, batch: dict[str, Tensor]) -> Tensor:
     """Cross-entropy, mean over the tokens."""
     return cross_entropy(logits, batch["targets"])

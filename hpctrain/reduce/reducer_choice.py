@@ -138,6 +138,8 @@ class ChosenReducer(Generic[R]):
 
 LEAST_TURNS, MOST_TURNS = 3, 6
 """Turns of all candidates after the first one; more than the least only while turns contradict each other."""
+CLEAR_TURNS, CLEAR = 2, 0.12
+"""Turns, one forth and one back, after which no more are needed if each is won by this fraction over all others."""
 LEAST_RUNS, MOST_RUNS = 3, 8
 """Runs of a candidate in a turn, besides the first one, which is a warm-up."""
 ENOUGH = 10
@@ -188,8 +190,9 @@ def choose(
         turns.append({name: seconds[1:] for name, seconds in found.items()})
         everything = joined(turns)
         enough = number + 1 >= LEAST_TURNS and (number + 1) * runs >= ENOUGH
-        agreed = enough and not contradict(fastest(left, everything), turns[1:])
-        if agreed or sum(map(sum, everything.values())) > BUDGET_S:
+        leads = leads_of(fastest(left, everything), turns[1:])
+        clear = number + 1 >= CLEAR_TURNS and all(min(each) > CLEAR for each in leads)
+        if clear or (enough and not contradict(leads)) or sum(map(sum, everything.values())) > BUDGET_S:
             break
     everything = joined(turns)
     return Choice(fastest(left, everything), {name: statistics.median(runs) for name, runs in everything.items()})
@@ -225,10 +228,14 @@ def lead(one: Candidate, other: Candidate, runs: Runs) -> float:
     return statistics.median(b - a for a, b in zip(ours, theirs, strict=True)) / statistics.median(theirs)
 
 
-def contradict(best: Candidate, turns: Sequence[Runs]) -> bool:
-    """Whether another candidate is clearly slower than the best one in one turn, and clearly faster in another."""
+def leads_of(best: Candidate, turns: Sequence[Runs]) -> list[list[float]]:
+    """The best candidate's lead over each other one in each turn."""
     others = [Candidate.parse(name) for name in turns[0] if name != best.name]
-    leads = [[lead(best, other, turn) for turn in turns] for other in others]
+    return [[lead(best, other, turn) for turn in turns] for other in others]
+
+
+def contradict(leads: Sequence[Sequence[float]]) -> bool:
+    """Whether another candidate is clearly slower than the best one in one turn, and clearly faster in another."""
     return any(min(each) < -ADVANTAGE and max(each) > ADVANTAGE for each in leads)
 
 

@@ -79,14 +79,15 @@ def test_reducers_of_one_program_share_horovod(tmp_path: Path) -> None:
         "for made in (one, two, half):\n"
         "    made.finish()\n"
         "one.close()\n"
+        "two.sender.most = lambda elements, itemsize: 3\n"  # several messages
         "two.start(0, 8)\n"
         "two.finish()\n"
         "two.close()\n"
         "half.close()\n"
-        "sums = [one.flat[0], two.flat[0], half.flat[0], half.flat[-1]]\n"
+        "sums = [one.flat[0], two.flat[0], two.flat[7], half.flat[0], half.flat[-1]]\n"
         "print(*map(float, sums), two.sender.horovod.is_initialized())\n"
     )
-    assert mpirun(2, program, env=HERE, warm="torch").stdout.splitlines() == ["3.0 6.0 3.0 3.0 False"] * 2
+    assert mpirun(2, program, env=HERE, warm="torch").stdout.splitlines() == ["3.0 6.0 6.0 3.0 3.0 False"] * 2
 
 
 @pytest.mark.world_size(2)

@@ -19,7 +19,7 @@ from hpctrain.config.features import Feature
 from hpctrain.config.sections import ReduceConfig
 from hpctrain.reduce import horovod_setup
 from hpctrain.reduce.candidates import Candidate, candidates, look_around
-from hpctrain.reduce.flat_layout import LOSS, SLOTS, SQUARE, plan
+from hpctrain.reduce.flat_layout import ALIGNMENT, LOSS, SLOTS, SQUARE, plan
 from hpctrain.reduce.host_allreduce import PieceAllreduce, open_piece_allreduce
 from hpctrain.reduce.int8_sum import Residue, residue_of
 from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
@@ -116,7 +116,10 @@ class HostReducer:
 
 
 class HorovodReducer:
-    """One Horovod allreduce over all pieces, so that its dynamic fusion cannot change the order of summation."""
+    """Horovod's sums of messages with fixed bounds, so that its dynamic fusion cannot change the order of summation.
+
+    Small pieces are joined, and large ones are cut if the lease says so.
+    """
 
     lends, meets = False, True
 
@@ -133,13 +136,27 @@ class HorovodReducer:
 
     def _sum(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         if not self.compress:
-            return split(self._allreduce(join(pieces), "gradients"), pieces)
+            return self._summed(pieces, "gradients")
         *gradients, slots = pieces
-        half = self._allreduce(tf.cast(join(gradients), tf.float16), "gradients_fp16")
-        return [*split(tf.cast(half, slots.dtype), gradients), self._allreduce(slots, "totals")]
+        halves = self._summed([tf.cast(gradient, tf.float16) for gradient in gradients], "gradients_fp16")
+        return [*(tf.cast(half, slots.dtype) for half in halves), *self._summed([slots], "totals")]
+
+    def _summed(self, pieces: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+        sizes = [math.prod(piece.shape) for piece in pieces]
+        most = self.lease.most(sum(sizes), pieces[0].dtype.size if pieces else 1)
+        small = [index for index, size in enumerate(sizes) if size < most]
+        found: dict[int, tf.Tensor] = {}
+        for members in [*([index] for index, size in enumerate(sizes) if size >= most), *([small] if small else [])]:
+            some = [pieces[index] for index in members]
+            parts = cut(join(some) if len(some) > 1 else some[0], most)
+            sums = [self._allreduce(part, f"{name}_{members[0]}_{number}") for number, part in enumerate(parts)]
+            found.update(zip(members, split(join(sums), some), strict=True))
+        return [found[index] for index in range(len(pieces))]
 
     def _allreduce(self, values: tf.Tensor, name: str) -> tf.Tensor:
-        return self.horovod.allreduce(values, op=self.horovod.Sum, name=f"hpctrain_{name}_{self.lease.number}")
+        # A group of one: groups are not fused with each other (horovod_setup.SETTINGS).
+        name = f"hpctrain_{name}_{self.lease.number}"
+        return self.horovod.grouped_allreduce([values], op=self.horovod.Sum, name=name)[0]
 
     def close(self) -> None:
         """Ends its use of Horovod."""
@@ -360,6 +377,20 @@ def grouped(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 def join(pieces: Sequence[tf.Tensor]) -> tf.Tensor:
     """Concatenates all pieces into one flat tensor."""
     return tf.concat([tf.reshape(piece, (-1,)) for piece in pieces] or [tf.zeros((0,))], 0)
+
+
+def cut(values: tf.Tensor, most: int) -> list[tf.Tensor]:
+    """Cuts a tensor into parts of at most ``most`` elements; without a copy if its size is a multiple of ALIGNMENT."""
+    size = math.prod(values.shape)
+    if size <= most:
+        return [values]
+    width = ALIGNMENT if size % ALIGNMENT == 0 else 1
+    rows = tf.reshape(values, (-1, width))
+    step = max(1, most // width)
+    parts: list[tf.Tensor] = tf.split(
+        rows, [min(step, size // width - begin) for begin in range(0, size // width, step)]
+    )
+    return parts
 
 
 def split(flat: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:

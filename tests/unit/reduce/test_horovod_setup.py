@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -55,3 +56,13 @@ def test_other_ranks_than_mpi_sees_are_a_clear_error(monkeypatch: pytest.MonkeyP
     )
     with pytest.raises(UserError, match="rank 0 of 3 where MPI sees rank 0 of 1"):
         horovod_setup.start(alone, Group("data"), on_gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("cuts", "elements", "most"), [(True, 100, 2**18), (True, 2**30, 2**21), (False, 100, 100), (False, 0, 1)]
+)
+def test_messages_are_cut_for_caches_but_not_into_more_than_horovod_remembers(
+    cuts: bool, elements: int, most: int
+) -> None:
+    module: Any = None
+    assert horovod_setup.Lease(module, 0, cuts).most(elements, 4) == most

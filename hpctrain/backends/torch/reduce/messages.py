@@ -97,18 +97,24 @@ class HorovodSender:
     """Sends by Horovod, under fixed names, so that nothing is renegotiated."""
 
     def __init__(self, lease: Lease) -> None:
-        self.horovod, self.number = lease.module, lease.number
+        self.horovod, self.number, self.most = lease.module, lease.number, lease.most
         self.close = lease.end
 
     def send(self, part: Tensor, begin: int) -> Callable[[], object]:
-        # A group of one: groups are not fused with each other (horovod_setup.SETTINGS).
-        name = f"hpctrain.gradients.{self.number}.{begin}"
-        handle = self.horovod.grouped_allreduce_async_([part], name=name, op=self.horovod.Sum)
+        most = self.most(len(part), part.element_size())
+        handles = [
+            # A group of one: groups are not fused with each other (horovod_setup.SETTINGS).
+            self.horovod.grouped_allreduce_async_(
+                [piece], name=f"hpctrain.gradients.{self.number}.{begin + number * most}", op=self.horovod.Sum
+            )
+            for number, piece in enumerate(part.split(most))
+        ]
 
         def wait() -> None:
-            while not self.horovod.poll(handle):
-                time.sleep(POLL_S)
-            self.horovod.synchronize(handle)
+            for handle in handles:
+                while not self.horovod.poll(handle):
+                    time.sleep(POLL_S)
+                self.horovod.synchronize(handle)
 
         return wait
 

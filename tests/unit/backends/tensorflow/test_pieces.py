@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -10,8 +11,16 @@ import pytest
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hpctrain.backends.tensorflow.keras_reducer import STACKED, HostReducer, KerasNoReducer, Pieces, grouped
+from hpctrain.backends.tensorflow.keras_reducer import (
+    STACKED,
+    HorovodReducer,
+    HostReducer,
+    KerasNoReducer,
+    Pieces,
+    grouped,
+)
 from hpctrain.reduce.flat_layout import LOSS, SLOTS, SQUARE, WEIGHT
+from hpctrain.reduce.horovod_setup import Lease
 from hpctrain.reduce.shm_allreduce import add_pairwise, sum_pairwise
 
 SHAPES = [(4, 3), (3,), (200, 100), (4, 3), (), (3,), (4, 3)]
@@ -100,3 +109,30 @@ def test_terms_are_added_pairwise_and_one_of_them_is_kept(count: int) -> None:
         np.testing.assert_array_equal(same, out, "whoever adds up, and leaves all of them as they are")
         np.testing.assert_allclose(out, wanted, rtol=1e-12)
         np.testing.assert_array_equal(terms[kept], own)
+
+
+@pytest.mark.parametrize(
+    ("cuts", "compress", "lengths"),
+    [
+        (False, False, [307_216]),
+        (True, False, [7_216, 262_144, 37_856]),
+        (True, True, [307_200, 16]),
+    ],
+)
+def test_horovod_gets_messages_that_fit_in_a_cache(cuts: bool, compress: bool, lengths: list[int]) -> None:
+    sent: dict[str, int] = {}
+
+    def grouped_allreduce(values: list[tf.Tensor], op: object, name: str) -> list[tf.Tensor]:
+        assert name not in sent
+        sent[name] = int(tf.size(values[0]))
+        return [2 * value for value in values]
+
+    module: Any = SimpleNamespace(Sum=object(), grouped_allreduce=grouped_allreduce)
+    reducer = HorovodReducer("horovod-flat", Lease(module, 0, cuts), compress)
+    shapes = [(500, 600), (70, 100), (7, 20), (4, 15), (SLOTS,)]
+    pieces = [tf.reshape(tf.range(np.prod(shape), dtype=tf.float32) % 1024, shape) for shape in shapes]
+    sums = reducer.sum(pieces)
+    assert sorted(sent.values()) == sorted(lengths)
+    for total, piece in zip(sums[:-1], pieces[:-1], strict=True):
+        assert np.array_equal(total, 2 * piece), "powers of two and small numbers are exact in 16 bits too"
+    assert np.array_equal(np.delete(sums[-1], SQUARE), np.delete(2 * pieces[-1], SQUARE))
