@@ -80,6 +80,9 @@ class TrainConfig(Section, key="train"):
     recompute: tuple[str, ...] = ()
     """PyTorch: activation checkpointing. Patterns of layers, such as blocks.* or * for all, whose activations are
     recomputed in the backward pass: less memory, more time, the same results."""
+    recompute_keeps: Literal["inputs", "products"] = "inputs"
+    """What layers of train.recompute keep. products: besides their inputs, the results of matrix products, convolutions
+    and attention, so that only what takes little time is computed again (selective activation checkpointing)."""
     channels_last: bool = False
     """PyTorch: keep 4-dimensional tensors in channels-last memory format."""
     threads: Positive | None = None
@@ -96,6 +99,10 @@ class TrainConfig(Section, key="train"):
         if self.compile_mode == "reduce-overhead" and self.recompute:
             what = f"{key} is reduce-overhead, and layers of train.recompute run again in the backward pass"
             raise WrongValue(key, f"{what}, which CUDA graphs do not record", f"leave {key} or train.recompute out")
+        key = "train.recompute_keeps"
+        if self.recompute_keeps != "inputs" and (self.compile or not self.recompute):
+            what = f"{key} is given {'with train.compile' if self.compile else 'without train.recompute'}"
+            raise WrongValue(key, what, f"leave {key} out, or name layers in train.recompute, which are not compiled")
 
 
 OPTIMIZERS: Mapping[str, tuple[str, ...]] = {

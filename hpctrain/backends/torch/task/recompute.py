@@ -5,17 +5,26 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch.nn import Module
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy
 from hpctrain.backends.torch.strategies.tensor import CONTAINERS
 from hpctrain.backends.torch.strategies.tp_group import Outside, TPGroup
 from hpctrain.errors import UserError
+
+AT = torch.ops.aten
+PRODUCTS = (
+    *(AT.mm.default, AT.addmm.default, AT.bmm.default, AT.baddbmm.default, AT.convolution.default),
+    *(AT._scaled_dot_product_flash_attention.default, AT._scaled_dot_product_flash_attention_for_cpu.default),
+    *(AT._scaled_dot_product_efficient_attention.default, AT._scaled_dot_product_cudnn_attention.default),
+)
+"""Operations that take most of a layer's time."""
 
 
 def planned(opening: Opening) -> Strategy:
@@ -25,11 +34,13 @@ def planned(opening: Opening) -> Strategy:
 
 def save_memory(opening: Opening, prepared: Prepared) -> Prepared:
     """Makes the configured layers recompute their activations."""
-    recompute(opening.model, opening.config.train.recompute, prepared.partition.tp_group)
+    train = opening.config.train
+    kept = PRODUCTS if train.recompute_keeps == "products" else ()
+    recompute(opening.model, train.recompute, prepared.partition.tp_group, kept)
     return prepared
 
 
-def recompute(model: Module, patterns: Sequence[str], tp_group: TPGroup) -> list[str]:
+def recompute(model: Module, patterns: Sequence[str], tp_group: TPGroup, kept: Sequence[Any] = ()) -> list[str]:
     """Makes layers of a model recompute, in place. Names and parameters do not change; results are bitwise identical.
 
     Args:
@@ -37,6 +48,7 @@ def recompute(model: Module, patterns: Sequence[str], tp_group: TPGroup) -> list
         patterns: patterns of layer names, such as ``blocks.*``; ``*`` means all layers. A layer inside a matching one
             is part of it.
         tp_group: the ranks that split layers.
+        kept: operations whose results layers keep besides their inputs.
 
     Returns:
         The names of the layers.
@@ -58,7 +70,7 @@ def recompute(model: Module, patterns: Sequence[str], tp_group: TPGroup) -> list
                 "leave it out of train.recompute, or torch.compile out of the task",
             )
     for layer in layers.values():
-        layer.forward = functools.partial(Recomputed(layer, tp_group), layer.forward)
+        layer.forward = functools.partial(Recomputed(layer, tp_group, kept), layer.forward)
     return list(layers)
 
 
@@ -100,11 +112,11 @@ class Recomputed:
         layer: the module.
         tp_group: the ranks that split layers, of which this one may contain some; the second pass draws the same random
             numbers and exchanges with the same ranks as the first.
+        kept: operations that the second pass does not compute again.
     """
 
-    def __init__(self, layer: Module, tp_group: TPGroup) -> None:
-        self.layer = layer
-        self.tp_group = tp_group
+    def __init__(self, layer: Module, tp_group: TPGroup, kept: Sequence[Any]) -> None:
+        self.layer, self.tp_group, self.kept = layer, tp_group, list(kept)
         self.changing: set[str] | None = None
         """Names of buffers that a forward pass changes (others are masks and tables); None before the first pass."""
 
@@ -113,7 +125,12 @@ class Recomputed:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         before: dict[str, torch.Tensor] = {}
-        passes = lambda: (self._first(before), self._second(before, list(self.tp_group.outside)))  # noqa: E731
+
+        def passes() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+            own = self._first(before), self._second(before, list(self.tp_group.outside))
+            keeping = create_selective_checkpoint_contexts(self.kept) if self.kept else (nullcontext(), nullcontext())
+            return within(own[0], keeping[0]), within(own[1], keeping[1])
+
         return checkpoint(forward, *args, use_reentrant=False, context_fn=passes, **kwargs)
 
     @contextlib.contextmanager
@@ -144,6 +161,13 @@ class Recomputed:
                 yield
         finally:
             _fill([buffer for buffer, _ in buffers], after)
+
+
+@contextlib.contextmanager
+def within(outer: AbstractContextManager[object], inner: AbstractContextManager[object]) -> Iterator[None]:
+    """Both contexts."""
+    with outer, inner:
+        yield
 
 
 def _fill(buffers: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

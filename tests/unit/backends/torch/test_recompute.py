@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.backends.torch.strategies.partition import uncut
 from hpctrain.backends.torch.strategies.tp_group import TPGroup
-from hpctrain.backends.torch.task.recompute import recompute
+from hpctrain.backends.torch.task.recompute import PRODUCTS, recompute
 from hpctrain.backends.torch.torch_framework import TorchFramework
 from hpctrain.comm.world import alone
 from hpctrain.errors import UserError
@@ -50,9 +53,9 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("patterns", [("blocks.*",), ("*",), ("blocks.1.norm", "blocks.2")])
-@pytest.mark.parametrize("keys", [{}, {"precision": "bf16"}, {"sync_batchnorm": True}])
+@pytest.mark.parametrize("keys", [{}, {"precision": "bf16"}, {"sync_batchnorm": True}, {"recompute_keeps": "products"}])
 def test_numbers_are_those_of_layers_that_keep_everything(patterns: tuple[str, ...], keys: dict[str, object]) -> None:
-    plain = make_framework(alone(), Net, **keys)
+    plain = make_framework(alone(), Net, **(keys | {"recompute_keeps": "inputs"}))
     expected = train(plain, 5, accumulate=2)
     recomputing = make_framework(alone(), Net, recompute=patterns, **keys)
     assert train(recomputing, 5, accumulate=2) == expected
@@ -102,6 +105,26 @@ def test_the_inputs_of_layers_are_all_that_is_kept() -> None:
     one = 512 * 8 * 4
     assert kept_bytes(("*",)) == 4 * one, "one for each of four layers"
     assert kept_bytes(()) >= 12 * one
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products with a bias, which backward passes do not contain."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func is torch.ops.aten.addmm.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("kept", "times"), [((), 2), (PRODUCTS, 1)])
+def test_kept_products_are_not_computed_again(kept: tuple[Any, ...], times: int) -> None:
+    stack = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU()) for _ in range(4)))
+    whole = nn.Sequential(Whole(stack))
+    recompute(whole, ["*"], ALONE, kept)
+    with Products() as counted:
+        whole(torch.randn(16, 8)).sum().backward()
+    assert counted.number == 8 * times
 
 
 def test_a_pattern_that_matches_nothing_is_refused_with_the_layers_there_are() -> None:
