@@ -31,6 +31,7 @@ from hpctrain.run.rank_environment import STAGED
 from hpctrain.tasks.definition import KerasTask, Task, TorchScheduler, TorchTask, first_field
 from hpctrain.tasks.load_task import load_task, require_callables, require_fields, require_function, require_shares
 from hpctrain.tasks.tf_environment import set_environment, without_chatter
+from hpctrain.tasks.tp_plan import cuts_of
 from hpctrain.train.hooks import Hook, rate_hook
 from hpctrain.train.schedule import global_batch, validation_batch
 from hpctrain.train.seeds import seed_python
@@ -144,6 +145,8 @@ def make_problem(config: Config, world: World, verbose: bool = False) -> Problem
     unused_workers = getattr(task.train, "num_workers", 0)
     task = without_loaders(task, batch, batch // world.data.size, config.train.accumulate, data)
     task = with_optimizer(task, config.optimizer)
+    if config.parallel.tensor > 1 and isinstance(task, TorchTask) and not task.tensor:
+        task = dataclasses.replace(task, tensor=cuts_of(task.model))
     order: Order | StreamOrder
     train = open_training_data(task, data.allow_outside)
     if isinstance(train, Stream):
