@@ -168,6 +168,8 @@ def test_cores_are_shared_and_large_shares_leave_one_to_the_helpers(cores, ranks
 def test_threads_that_the_user_has_set_stay():
     assert "OMP_NUM_THREADS" not in thread_environment(3, {"OMP_NUM_THREADS": "7"})
     assert thread_environment(3, {})["MKL_NUM_THREADS"] == "3"
+    assert "GOMP_SPINCOUNT" in thread_environment(3, {})
+    assert "GOMP_SPINCOUNT" not in thread_environment(3, {"OMP_WAIT_POLICY": "active"})
 
 
 def test_ranks_know_how_many_they_should_be():
