@@ -51,6 +51,8 @@ class MemoryEstimate:
     """Estimate for the rank with the most, by possible value of ``parallel.shard``."""
     copies: int = 0
     """Copies of weights in 16 bits that autocast makes and backward passes need; of all layers."""
+    late_gradients: int = 0
+    """Gradients that exist only once the backward pass has begun to free activations, whose memory they take."""
 
     @property
     def parts(self) -> dict[str, int]:
@@ -118,6 +120,7 @@ class Footprint:
     optimizer: int
     averages: int
     activations: int
+    """What the forward pass of a micro-batch keeps for its backward pass, as far as it exceeds ``late_gradients``."""
     staging: int
     """Host copy of a checkpoint on its way to disk: the part that this rank writes."""
     checkpoint: int
@@ -169,7 +172,7 @@ def footprints(
             model.gradients,
             model.optimizer,
             model.averages,
-            round(model.activations * samples[tensor * pipeline]),
+            max(0, round(model.activations * samples[tensor * pipeline]) - model.late_gradients),
             -(-model.checkpoint // ranks),
             model.checkpoint,
             bubble(pipeline, micro_batches),

@@ -58,6 +58,8 @@ def test_sharded_parameters_leave_a_rank_its_rows_and_a_layer() -> None:
         found = (rows.parameters, rows.gradients, rows.optimizer, rows.averages)
         assert found == (25 + gathered, 25 + unsummed, 50, 25)
         assert (rows.activations, rows.checkpoint) == (model.activations, model.checkpoint)
+        assert rows.late_gradients == rows.gradients
+    assert in_rows(model, 0.25, 30, 100, accumulates=True).late_gradients == 25
     assert ParallelLayout(2, 4, "parameters").keys == "parallel: {tensor: 2, shard: parameters}"
 
 
@@ -76,6 +78,13 @@ def test_copies_of_weights_that_autocast_keeps_are_no_activations() -> None:
     assert 0 < kept.num_bytes < 2 * 64 * 64
     (whole,) = footprints({1: dataclasses.replace(WHOLE, copies=50)}, 1, {1: 2}, 1000)
     assert whole.parameters == WHOLE.parameters + 50
+
+
+def test_gradients_take_the_memory_of_activations() -> None:
+    (plan,) = footprints({1: dataclasses.replace(WHOLE, late_gradients=5)}, 1, {1: 2}, 1000)
+    assert plan.activations == 2, "two samples have 7 bytes"
+    (plan,) = footprints({1: dataclasses.replace(WHOLE, late_gradients=100)}, 1, {1: 2}, 1000)
+    assert plan.activations == 0
 
 
 def test_a_shard_leaves_what_was_estimated() -> None:

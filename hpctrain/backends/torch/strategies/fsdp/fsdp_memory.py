@@ -27,7 +27,8 @@ def estimate(feature: Feature, model: Estimated) -> MemoryEstimate:
         part_of_rows(len(one), 0, model.rows)[1] / len(one) * one.nbytes if one.ndim else one.nbytes for one in every
     )
     gathered, unsummed = at_a_time(model.framework.model, model.framework.parts.compute, model.micro_batches, keeps)
-    return in_rows(model.whole, held / max(total, 1), gathered, unsummed)
+    accumulates = model.micro_batches > 1 and not keeps
+    return in_rows(model.whole, held / max(total, 1), gathered, unsummed, accumulates)
 
 
 def at_a_time(model: Module, compute: Compute, micro_batches: int, keeps: bool) -> tuple[int, int]:
@@ -40,7 +41,9 @@ def at_a_time(model: Module, compute: Compute, micro_batches: int, keeps: bool) 
     return total // narrow if keeps else few, trained if micro_batches > 1 and not keeps else few
 
 
-def in_rows(whole: MemoryEstimate, share: float, gathered: int, unsummed: int) -> MemoryEstimate:
+def in_rows(
+    whole: MemoryEstimate, share: float, gathered: int, unsummed: int, accumulates: bool = False
+) -> MemoryEstimate:
     """The estimate for a model whose parameters are sharded.
 
     Args:
@@ -48,7 +51,9 @@ def in_rows(whole: MemoryEstimate, share: float, gathered: int, unsummed: int) -
         share: largest fraction of the state that a rank has.
         gathered: bytes of parameters that are gathered at a time: those outside layers, of one layer, and of the next.
         unsummed: bytes of whole gradients: of as many layers, or of all until an update's last micro-batch.
+        accumulates: whether whole gradients exist in forward passes, too.
     """
     rows = whole.scaled(parameters=share, gradients=share, optimizer=share, averages=share)
     parameters, gradients = rows.parameters + gathered, rows.gradients + unsummed
-    return dataclasses.replace(rows, parameters=parameters, gradients=gradients, copies=0)
+    late = rows.gradients if accumulates else gradients
+    return dataclasses.replace(rows, parameters=parameters, gradients=gradients, late_gradients=late, copies=0)

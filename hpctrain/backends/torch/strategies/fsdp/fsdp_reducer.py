@@ -55,6 +55,8 @@ class FullyShardedReducer(Reducer):
         self.memory = [(one, one.module.untyped_storage()) for one in partition.every]
 
     def begin_pass(self, is_last: bool) -> None:
+        # Layers are freed after each backward pass, also between micro-batches: with set_reshard_after_backward(False)
+        # two ranks waited for each other without end on CPUs, for a reason that has not been found.
         root, keeps = self.partition.modules[0], self.partition.keeps
         if is_last and not keeps:
             complete_sums(self.partition.modules)

@@ -1,0 +1,130 @@
+"""The estimate of a sharded model beside the peak of the tensors that exist in its updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hpctrain.backends.torch.device import Compute
+from hpctrain.backends.torch.process_groups import DefaultGroup
+from hpctrain.backends.torch.strategies.estimated import SavedForBackward
+from hpctrain.backends.torch.strategies.fsdp.fsdp_memory import at_a_time, in_rows
+from hpctrain.backends.torch.strategies.fsdp.fsdp_reducer import FullyShardedReducer
+from hpctrain.backends.torch.strategies.fsdp.sharded_model import ShardGroups, shard_model
+from hpctrain.backends.torch.strategies.memory_estimate import MemoryEstimate, footprints
+from hpctrain.backends.torch.strategies.partition import uncut
+from hpctrain.comm.imagined import Imagined
+from hpctrain.config.sections import ParallelConfig
+
+WIDTH, DEPTH, SAMPLES = 192, 8, 160
+
+
+class Live(TorchDispatchMode):
+    """Follows the memory of all tensors that operations take or return."""
+
+    def __init__(self, known: Iterator[Tensor]) -> None:
+        super().__init__()
+        self.known: dict[int, StorageWeakRef] = {}
+        self.peak = 0
+        self.note(list(known))
+
+    def note(self, tensors: Any) -> None:
+        for one in tree_leaves(tensors):
+            if isinstance(one, Tensor) and not hasattr(one, "_local_tensor"):
+                self.known[one.untyped_storage()._cdata] = StorageWeakRef(one.untyped_storage())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.note((found, args, kwargs))
+        there = {key: torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for key, ref in self.known.items()}
+        self.known = {key: self.known[key] for key, storage in there.items() if storage is not None}
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in there.values() if storage is not None))
+        return found
+
+
+class Deep(nn.Module):
+    """Layers with a residual connection."""
+
+    def __init__(self, layers: list[nn.Sequential]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Residual(layer) for layer in layers])
+
+    def forward(self, values: Tensor) -> Tensor:
+        for layer in self.layers:
+            values = layer(values)
+        return values
+
+
+class Residual(nn.Module):
+    """A layer whose inputs are added to its outputs."""
+
+    def __init__(self, inner: nn.Sequential) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values + self.inner(values)  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[ShardGroups]:
+    """This process as the first of two, without the other."""
+    data = Imagined("data", range(2))
+    ranks = DefaultGroup(data, torch.device("cpu"))
+    assert dist.group.WORLD is not None
+    yield ShardGroups(data, data, 0, 1, DeviceMesh.from_group(dist.group.WORLD, "cpu"))
+    ranks.close()
+
+
+@pytest.mark.parametrize(
+    ("shard", "low", "passes"),
+    [
+        ("parameters", None, 1),
+        ("gradients", None, 1),
+        ("parameters", torch.bfloat16, 1),
+        ("gradients", torch.bfloat16, 1),
+        ("parameters", None, 2),
+    ],
+)
+def test_the_peak_is_within_a_tenth(shard: Any, low: torch.dtype | None, passes: int, two_ranks: ShardGroups) -> None:
+    layers = [nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(DEPTH)]
+    model = Deep(layers)
+    inputs, compute = torch.ones(SAMPLES, WIDTH), Compute(torch.device("cpu"), low)
+    kept = SavedForBackward(model.parameters())
+    with kept.weighing(), compute.autocast():
+        model(inputs).sum()
+    total = sum(one.nbytes for one in model.parameters())
+    whole = MemoryEstimate(total, total, 2 * total, 0, kept.num_bytes / SAMPLES, 0)
+    accumulates = passes > 1
+    sizes = at_a_time(model, compute, passes, shard == "gradients")
+    (plan,) = footprints({1: in_rows(whole, 0.5, *sizes, accumulates)}, 1, {1: SAMPLES}, 0)
+
+    partition = shard_model(model, uncut(), two_ranks, compute, ParallelConfig(shard=shard))
+    ranks: Any = None  # it only closes them
+    reducer = FullyShardedReducer("", partition, [], ranks)
+    optimizer = torch.optim.AdamW([one.own for one in partition.every])
+
+    def update() -> None:
+        reducer.begin()
+        for number in range(passes):
+            reducer.begin_pass(number == passes - 1)
+            with compute.autocast():
+                loss = model(inputs).square().mean()
+            loss.backward()
+        reducer.exchange(loss.detach())
+        optimizer.step()
+
+    update()
+    slots = (one for each in optimizer.state.values() for one in each.values() if isinstance(one, Tensor))
+    with Live(iter([inputs, *slots, *(one.own for one in partition.every)])) as live:
+        update()
+    assert plan.total == pytest.approx(live.peak, rel=0.1)
