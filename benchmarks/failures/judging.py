@@ -35,7 +35,7 @@ class Answer:
         found = [] if self.said.cause in case.right else [f"{self.said.cause} instead of {' or '.join(case.right)}"]
         if case.named is not None and self.rank != case.named:
             found.append(f"names rank {self.rank} instead of {case.named}")
-        return found + [f"does not say {word!r}" for word in case.says if word not in self.text]
+        return found + [f"does not say {word!r}" for word in case.says if word.lower() not in self.text.lower()]
 
 
 def ask(case: Case, folder: Path) -> Answer:

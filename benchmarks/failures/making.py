@@ -129,10 +129,10 @@ def carried_out(
 
 
 def is_at(case: Case, run: Path) -> bool:
-    """Whether the run has come to the step at which it is hit."""
+    """Whether the run has come to the step at which it is hit; rank 0 of a plain program prints to the terminal."""
     if case.program != "plain":
         return bool(reaches_step(run, case.step)())
-    return any(f"step {case.step} " in log.read_text() for log in RunDir(run).logs.glob("*-1-0.out"))
+    return any(f"step {case.step} " in log.read_text() for log in RunDir(run).logs.glob("*-1-1.out"))
 
 
 def hit(case: Case, run: Path, child: subprocess.Popen[bytes], network: netns.Network | None) -> None:
@@ -140,10 +140,6 @@ def hit(case: Case, run: Path, child: subprocess.Popen[bytes], network: netns.Ne
     what, _, whom = case.outside.partition(" ")
     if what == "STOP":
         (run / "STOP").touch()
-        return
-    if what == "cable":
-        assert network is not None
-        network.cut(1)
         return
     pid = child.pid
     if whom.startswith("rank"):
@@ -154,7 +150,8 @@ def hit(case: Case, run: Path, child: subprocess.Popen[bytes], network: netns.Ne
         assert network is not None
         pids = subprocess.run(["ip", "netns", "pids", network.names[1]], capture_output=True, text=True, check=True)
         pid = next(int(each) for each in pids.stdout.split() if psutil.Process(int(each)).name() == "prted")
-    os.kill(pid, getattr(signal, f"SIG{what}"))
+    with contextlib.suppress(ProcessLookupError):  # it has ended in the meantime: the answer will be wrong
+        os.kill(pid, getattr(signal, f"SIG{what}"))
 
 
 def last_words_of(run: Path) -> dict[int, int]:

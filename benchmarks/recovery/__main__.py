@@ -38,12 +38,12 @@ PATIENCE_S = 60.0
 """Seconds for a start or a recovery; one that takes longer has failed."""
 
 
-def ours(framework: str, ranks: int, folder: Path, kills: int) -> list[str]:
+def ours(framework: str, ranks: int, folder: Path, kills: int, steps: int = STEPS) -> list[str]:
     """Command of ``hpctrain run``."""
     keys = {
         "name": "recovery", "run_dir": folder / "run", "task": f"benchmarks.recovery.{framework}_program:task",
         "task_args.log": folder / "log",
-        "train.steps": STEPS, "train.global_batch": BATCH, "train.threads": 1, "reduce.kind": "mpi",
+        "train.steps": steps, "train.global_batch": BATCH, "train.threads": 1, "reduce.kind": "mpi",
         "checkpoint.every_steps": SAVE_EVERY, "launch.max_failures": kills + 1,
     }  # fmt: skip
     (folder / "run.yaml").write_text("".join(f"{key}: {value}\n" for key, value in keys.items() if "." not in key))
@@ -51,24 +51,24 @@ def ours(framework: str, ranks: int, folder: Path, kills: int) -> list[str]:
     return [sys.executable, "-m", "hpctrain", "run", "-n", str(ranks), str(folder / "run.yaml"), *options]
 
 
-def torchrun(ranks: int, folder: Path, kills: int) -> list[str]:
-    """Command of torchrun on one machine."""
-    program = ["-m", "benchmarks.recovery.torch_program", "--notes", str(folder / "log")]
-    options = ["--checkpoint", str(folder / "state.pt"), "--steps", str(STEPS), "--batch", str(BATCH)]
+def torchrun(name: str, ranks: int, folder: Path, kills: int, steps: int = STEPS, *more: str) -> list[str]:
+    """Command of torchrun on one machine, for a program of this package."""
+    program = ["-m", f"benchmarks.recovery.{name}", "--notes", str(folder / "log"), *more]
+    options = ["--checkpoint", str(folder / "state.pt"), "--steps", str(steps), "--batch", str(BATCH)]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", str(kills + 1)]
     return [*launcher, "--nproc-per-node", str(ranks), *program, *options]
 
 
-CONTENDERS: dict[str, Callable[[int, Path, int], list[str]]] = {
+CONTENDERS: dict[str, Callable[..., list[str]]] = {
     "hpctrain": functools.partial(ours, "torch"),
-    "torchrun": torchrun,
+    "torchrun": functools.partial(torchrun, "torch_program"),
     "hpctrain-keras": functools.partial(ours, "keras"),
 }
 
 
 def ranks_below(pid: int) -> list[psutil.Process]:
     """The rank processes below a process."""
-    words = {"train", "benchmarks.recovery.torch_program"}
+    words = {"train", "benchmarks.recovery.torch_program", "benchmarks.recovery.lightning_program"}
     below = [each for each in psutil.Process(pid).children(recursive=True) if words & set(each.cmdline())]
     below = [each for each in below if str(STAND_IN) not in each.cmdline()]
     parents = {each.ppid() for each in below}

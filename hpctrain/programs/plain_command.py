@@ -116,9 +116,7 @@ def start_program(
             raise MeetingStopped("the program was not started: a stop was requested", "nothing to do")
         with file_errors(f"cannot run {words[0]}", "correct launch.command"):
             # there is one thread here, so a preexec_fn is safe
-            # a question to a person ends with an error: Open MPI gives rank 0 a pipe that never ends
-            silent = subprocess.DEVNULL
-            return subprocess.Popen(words, env=environment, stdin=silent, preexec_fn=become_program)  # noqa: PLW1509
+            return subprocess.Popen(words, env=environment, preexec_fn=become_program)  # noqa: PLW1509
 
 
 def program_environment(
@@ -269,7 +267,7 @@ def said_last(log: Path) -> str:
         plain = [line for line in lines if not line.startswith((" ", "\t", "[", "="))] or lines
         return plain[-1].strip() if plain else ""
     own = [each for each in found if not any(name in each[2] for name in OF_LAUNCHERS)] or found
-    error, rest = own[-1][2].strip(), end[own[-1].end() :]
+    error, rest = own[-1][2].strip(), end[own[-1].end() :].replace(f"\n{own[-1][1]}", "\n")
     part = ERROR_LINE.search(rest) if "sub-exception" in error else None
     more = OTHERS.split(rest, maxsplit=1)[0].strip("\n").split("\n")[:MOST_LINES]
     return f"{error}: {part[1].strip()}" if part else "\n".join([error, *more]).rstrip()

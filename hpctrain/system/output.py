@@ -49,6 +49,9 @@ def shown_columns() -> int:
 def redirect(log: Path, root: Path, keep_stdout: bool) -> int:
     """Redirects stderr, and stdout unless it is kept, of this process and its libraries to a log.
 
+    Unless stdin is a terminal, it is empty from now on: Open MPI gives rank 0 a pipe that never ends, in which a
+    question to a person would wait forever.
+
     Args:
         log: file to append to, created if missing. If it cannot be opened, output is not redirected.
         root: the run folder, below which no link is followed.
@@ -60,6 +63,9 @@ def redirect(log: Path, root: Path, keep_stdout: bool) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     kept = os.dup(2)
+    if not os.isatty(0):
+        with open(os.devnull, "rb") as empty:
+            os.dup2(empty.fileno(), 0)
     with contextlib.suppress(OSError):
         handle = open_log(log, root)
         os.dup2(handle, 2)

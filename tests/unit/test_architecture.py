@@ -57,7 +57,7 @@ permission."""
 
 TOKENS: dict[str, int] = {
     "errors": 942,
-    "system": 13298,
+    "system": 13331,
     "config": 12544,
     "comm": 6092,
     "run": 26139,
@@ -67,10 +67,10 @@ TOKENS: dict[str, int] = {
     "tasks": 7253,
     "backends": 116183,
     "checkpoint": 49059,
-    "monitor": 32516,
+    "monitor": 32528,
     "track": 6428,
     "rank": 15453,
-    "programs": 4608,
+    "programs": 4606,
     "registry": 1497,
     "launch": 55144,
     "report": 12857,

@@ -100,8 +100,9 @@ def who_never_arrived(beats: list[Beat], grid: Grid | None = None) -> list[Beat]
     """Returns the ranks that the others wait for; none if all are in the same place.
 
     Ranks that cannot arrive, if there are any. Otherwise, if no rank waits for neighbours, all ranks that are not in
-    the furthest exchange, or those with fewer steps if none is in an exchange. Otherwise the ranks that wait neither in
-    the exchange nor for neighbours; if there are none, those in the exchange whose neighbours wait (``apart``).
+    the furthest exchange, or those that are behind in steps and phases if none is in an exchange. Otherwise the ranks
+    that wait neither in the exchange nor for neighbours; if there are none, those in the exchange whose neighbours wait
+    (``apart``).
     """
     if lost := [beat for beat in beats if beat.state in LOST]:
         return lost
@@ -112,8 +113,8 @@ def who_never_arrived(beats: list[Beat], grid: Grid | None = None) -> list[Beat]
     furthest = max((beat.steps for beat in beats if beat.waits), default=None)
     if furthest is not None:
         return [beat for beat in beats if not (beat.waits and beat.steps == furthest)]
-    ahead = max(beat.steps for beat in beats)
-    return [beat for beat in beats if beat.steps < ahead]
+    ahead = max((beat.steps, beat.phase) for beat in beats)
+    return [beat for beat in beats if (beat.steps, beat.phase) < ahead]
 
 
 def apart(beats: list[Beat], grid: Grid) -> list[Beat]:

@@ -38,6 +38,7 @@ def beats(*entries: tuple[int, int, str], age: float = 100.0) -> list[Beat]:
         ([(7, Phase.BACKWARD, "S"), (7, Phase.BACKWARD, "R")], []),
         ([(7, Phase.OPTIMIZER, "S"), (7, Phase.OPTIMIZER, "R")], []),
         ([(7, Phase.OPTIMIZER, "S"), (6, Phase.OPTIMIZER, "R")], [1]),
+        ([(7, Phase.CALLBACKS, "S"), (7, Phase.OPTIMIZER, "R")], [1]),
     ],
 )
 def test_those_who_never_arrived(entries: list[tuple[int, int, str]], culprits: list[int]) -> None:

@@ -86,7 +86,8 @@ def test_a_program_that_the_kernel_killed_for_memory_says_so() -> None:
             "OSError: no disk",
         ),
         (
-            "[rank1]: Traceback (most recent call last):\n[rank1]:   File 'a'\n[rank1]: OSError: no disk\nbye\n",
+            "[rank1]: Traceback (most recent call last):\n[rank1]:   File 'a'\n[rank1]: OSError: no disk\n"
+            "[rank1]: bye\n",
             "OSError: no disk\nbye",
         ),
         (
