@@ -22,8 +22,8 @@
 VENV ?= .venv
 export VENV
 BIN := $(VENV)/bin
-# Files with most tests first, as xdist orders them: files whose ranks spin then run beside files that wait. Slurm's tests
-# have the third worker (tests/conftest.py)
+# The longest files first (tests/conftest.py), then those with most tests, as xdist orders them: files whose ranks spin then
+# run beside files that wait. The tests of Slurm, which mostly wait, keep one worker
 ON_RANKS = $(BIN)/python -m pytest -n 3 --dist loadfile tests/slurm tests/dist tests/gpu
 TORTURE := chaos kills damage plans sweep ports intruders grid programs relaunches updates collectives
 

@@ -31,6 +31,8 @@ _AT_THE_TOP = re.compile(r'(?m)^(import \S*|from \S*( import .*)?|\w.*importorsk
 _OF_LIBRARIES = ("PYTEST_", "TF2_", "KERAS_", "KMP_", "TF_", "TORCH", "MPLBACKEND", "COLUMNS", "LINES")
 """Prefixes of environment variables that pytest and the frameworks set when imported."""
 SLURM = "tests/slurm/"
+FIRST = (SLURM, *(f"tests/dist/test_{name}.py" for name in ("engines", "readme", "sweep", "tutorial", "recipes")))
+"""Files that take minutes begin first, or one of them would run alone in the end. Slurm's count as one."""
 
 
 def pytest_configure() -> None:
@@ -64,30 +66,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
-    """With ``--dist loadfile``, keep the tests of a file together, and give Slurm a worker of its own."""
-    return OneSlurm(config, log) if config.getvalue("dist") == "loadfile" else None
+    """With ``--dist loadfile``, keep the tests of a file together, and those of Slurm, and begin with the longest."""
+    return LongestFirst(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
-class OneSlurm(LoadFileScheduling):
-    """Assigns whole files to workers, and all tests of Slurm, which mostly wait for its daemons, to one of three.
-
-    That worker begins with them and has no others: the two that compute have the cores to themselves once it is done.
-    """
+class LongestFirst(LoadFileScheduling):
+    """Assigns whole files to workers, and all tests of Slurm, which mostly wait for its daemons, to one of them."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = str(super()._split_scope(nodeid))
         return SLURM if file.startswith(SLURM) else file
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        if SLURM in self.workqueue:
-            self.workqueue.move_to_end(SLURM, last=False)
+        if first := next((scope for scope in FIRST if scope in self.workqueue), None):
+            self.workqueue.move_to_end(first, last=False)
         super()._assign_work_unit(node)
-
-    def _reschedule(self, node: WorkerController) -> None:
-        if self.numnodes < 3 or SLURM not in self.assigned_work[node]:
-            super()._reschedule(node)
-        elif not node.shutting_down:
-            node.shutdown()
 
 
 @pytest.hookimpl(wrapper=True)

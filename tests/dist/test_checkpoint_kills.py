@@ -130,7 +130,7 @@ def test_kills_at_random_moments(
     last = CheckpointStore(run_dir.checkpoints).steps()[-1] + 5  # may exist unannounced, if all ranks died before that
     for folder, notes in ((run_dir.path, records), (tmp_path / "straight", tmp_path / "straight-records")):
         arguments = (PROGRAM, folder, notes, options(framework, stop_after=last))
-        mpirun(ranks, *arguments, env={"PYTHONPATH": str(ROOT)}, timeout=300, warm=framework)
+        mpirun(ranks, *arguments, timeout=300, warm=framework)
     for rank in range(ranks):
         ends = [
             (one / f"{rank}.jsonl").read_text().splitlines()[-1] for one in (records, tmp_path / "straight-records")

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hpctrain.checkpoint.format.shard import SUMMED_BYTES
-from tests.support.mpi import mpirun
-
-PROGRAM = Path(__file__).parent / "programs" / "checkpoint_reading.py"
-ROOT = Path(__file__).parents[2]
+from tests.support.mpi import printed
 
 pytestmark = pytest.mark.world_size(2)
 
@@ -26,8 +21,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], dict[str, An
     @functools.cache
     def launched() -> dict[str, Any]:
         folder = tmp_path_factory.mktemp("reading")
-        said = mpirun(2, PROGRAM, folder, env={"PYTHONPATH": str(ROOT)}, timeout=300, warm="torch")
-        return json.loads(said.stdout.strip().splitlines()[-1])  # type: ignore[no-any-return]
+        return printed(2, "checkpoint_reading.py", folder, warm="torch")  # type: ignore[no-any-return]
 
     return launched
 

@@ -32,7 +32,7 @@ class Runs:
         """Run one attempt."""
         program = [PROGRAM, self.folder / name, self.folder / f"{name}-records", json.dumps({"steps": STEPS} | options)]
         warm = "torch" if "torch" in options["task"] else "tensorflow"
-        return self.mpirun(ranks, *program, env={"PYTHONPATH": str(ROOT)}, check=check, timeout=150, warm=warm)
+        return self.mpirun(ranks, *program, check=check, timeout=150, warm=warm)
 
     def record(self, name: str, rank: int) -> list[dict[str, Any]]:
         """Lines recorded by a rank."""

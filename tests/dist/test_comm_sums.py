@@ -11,19 +11,18 @@ from tests.support.mpi import mpirun
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
-HERE = {"PYTHONPATH": str(ROOT)}
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.world_size(n)) for n in (1, 2, 3, 4, 6)])
 def test_sums_and_collectives_are_right(ranks: int) -> None:
-    result = mpirun(ranks, PROGRAMS / "comm_sums.py", env=HERE, warm="torch")
+    result = mpirun(ranks, PROGRAMS / "comm_sums.py", warm="torch")
     said = sorted(line for line in result.stdout.splitlines() if line.endswith("right"))
     assert said == [f"rank {rank} of {ranks}: right" for rank in range(ranks)]
 
 
 @pytest.mark.world_size(2)
 def test_singletons_are_noticed_before_anything_is_done() -> None:
-    result = mpirun(2, PROGRAMS / "comm_sums.py", env=HERE | {EXPECTED_RANKS: "4"}, check=False)
+    result = mpirun(2, PROGRAMS / "comm_sums.py", env={EXPECTED_RANKS: "4"}, check=False)
     assert result.returncode != 0
     assert "the launcher started 4 ranks but MPI sees 2" in result.output
 
@@ -33,7 +32,7 @@ def test_singletons_are_noticed_before_anything_is_done() -> None:
 def test_a_loop_of_ones_own_in_under_40_lines(ranks: int) -> None:
     program = ROOT / "examples" / "own_loop_torch.py"
     assert len([line for line in program.read_text().splitlines() if line.strip()]) < 40
-    result = mpirun(ranks, program, env=HERE, warm="torch")
+    result = mpirun(ranks, program, warm="torch")
     assert result.stdout.startswith(f"{ranks} ranks, reducer ")
     assert float(result.stdout.rsplit(" ", 1)[1]) < 0.15
 
@@ -55,7 +54,7 @@ def test_horovods_thread_gives_way_to_computing_and_no_other_does(tmp_path: Path
         "kept = all(after.get(task, own) == own for task, own in before.items())\n"
         "print('kept' if kept else 'changed', max(after.values()) > max(before.values()))\n"
     )
-    assert mpirun(2, program, env=HERE, warm="torch").stdout.splitlines() == ["kept True"] * 2
+    assert mpirun(2, program, warm="torch").stdout.splitlines() == ["kept True"] * 2
 
 
 @pytest.mark.world_size(2)
@@ -87,7 +86,7 @@ def test_reducers_of_one_program_share_horovod(tmp_path: Path) -> None:
         "sums = [one.flat[0], two.flat[0], two.flat[7], half.flat[0], half.flat[-1]]\n"
         "print(*map(float, sums), two.sender.horovod.is_initialized())\n"
     )
-    assert mpirun(2, program, env=HERE, warm="torch").stdout.splitlines() == ["3.0 6.0 6.0 3.0 3.0 False"] * 2
+    assert mpirun(2, program, warm="torch").stdout.splitlines() == ["3.0 6.0 6.0 3.0 3.0 False"] * 2
 
 
 @pytest.mark.world_size(2)
@@ -115,4 +114,4 @@ def test_tensors_travel_by_groups_of_torch(tmp_path: Path) -> None:
     both = [0.0, 1.0, 2.0, 1.0, 2.0, 3.0]
     swap = [0.0, 11.0, 12.0, 1.0, 2.0, 13.0]
     wanted = f"{[1.0, 3.0, 5.0]} {both} {[1.0, 3.0, 5.0]} {swap} {swap}"
-    assert mpirun(2, program, env=HERE, warm="torch").stdout.splitlines() == [wanted] * 2
+    assert mpirun(2, program, warm="torch").stdout.splitlines() == [wanted] * 2

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import functools
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.mpi import mpirun
-
-PROGRAM = Path(__file__).parent / "programs" / "keras_own_steps.py"
-ROOT = Path(__file__).parents[2]
+from tests.support.mpi import printed
 
 
 @functools.cache
 def results(ranks: int) -> dict[str, Any]:
     """Results on this number of ranks, run once."""
-    result = mpirun(ranks, PROGRAM, env={"PYTHONPATH": str(ROOT)}, timeout=240, warm="tensorflow")
-    found: dict[str, Any] = json.loads(result.stdout.strip().splitlines()[-1])
+    found: dict[str, Any] = printed(ranks, "keras_own_steps.py", warm="tensorflow")
     return found
 
 

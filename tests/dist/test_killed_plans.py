@@ -20,7 +20,7 @@ pytestmark = pytest.mark.world_size(3)
 def test_a_killed_run_ends_as_one_that_was_not_killed(framework: str, plans: int, tmp_path: Path) -> None:
     def ends(ranks: int, check: bool = True) -> int:
         words = PROGRAM, framework, tmp_path
-        return mpirun(ranks, *words, env={"PYTHONPATH": str(PROJECT)}, warm=framework, check=check).returncode
+        return mpirun(ranks, *words, warm=framework, check=check).returncode
 
     assert all([ends(2, check=False) for _ in range(plans)]), "each plan is killed once"
     ends(2)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.world_size(2)
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 def test_means_of_weights_train_as_means_of_gradients_do(framework: str, tmp_path: Path) -> None:
-    mpirun(2, PROGRAM, framework, tmp_path, env={"PYTHONPATH": str(PROJECT)}, warm=framework)
+    mpirun(2, PROGRAM, framework, tmp_path, warm=framework)
     found = {name: metrics["loss"] for name, metrics in json.loads((tmp_path / "found.json").read_text()).items()}
     exact = found.pop("every_step")
     apart = found.pop("apart")

@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     @functools.cache
     def launched() -> Path:
         made = tmp_path_factory.mktemp("monitored")
-        mpirun(4, PROGRAM, made, env={"PYTHONPATH": str(ROOT)}, timeout=200, warm="torch", check=False)
+        mpirun(4, PROGRAM, made, timeout=200, warm="torch", check=False)
         return made
 
     return launched

@@ -8,7 +8,6 @@ One plan in float32; all with HPCTRAIN_UPDATES=all, as in `make torture`.
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +16,8 @@ import pytest
 
 from hpctrain import CheckpointStore
 from tests.support.attempts import furthest
-from tests.support.mpi import mpirun
+from tests.support.mpi import printed
 
-PROGRAM = Path(__file__).parent / "programs" / "pipeline_training.py"
-ROOT = Path(__file__).parents[2]
 UPDATES, FEW = 50, 4
 ON_4 = (
     "tp2 tp4 pp2 pp4 tp2-pp2 zero tp2-zero fsdp fsdp-tp2 tp2-horovod pp2-horovod "
@@ -54,8 +51,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
 def trained(folder: Path, ranks: int, updates: int, dtype: str, *plans: str) -> dict[str, tuple[Path, list[float]]]:
     """Train under each plan, and return folder and losses of each run."""
     words = [folder, updates, dtype, *plans]
-    said = mpirun(ranks, PROGRAM, *words, env={"PYTHONPATH": str(ROOT)}, timeout=280, warm="torch")
-    found = json.loads(said.stdout.strip().splitlines()[-1])
+    found = printed(ranks, "pipeline_training.py", *words, timeout=280, warm="torch")
     return {plan: (folder / f"{plan}-{ranks}", found[f"{plan}-{ranks}"]["losses"]) for plan in plans}
 
 

@@ -84,7 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def launch(ranks: int, framework: str, folder: Path, entries: list[Any], code: int = 0) -> None:
     """Train with programs/ports.py."""
     done = mpirun(
-        ranks, PROGRAM, json.dumps(entries), cwd=folder, env={"PYTHONPATH": str(ROOT)},
+        ranks, PROGRAM, json.dumps(entries), cwd=folder,
         timeout=LIMIT_S, check=False, warm=framework,
     )  # fmt: skip
     assert (done.returncode == 0) == (code == 0), done.output

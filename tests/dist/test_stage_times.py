@@ -15,11 +15,8 @@ from torch.nn import functional
 
 from hpctrain.run.events import RunStarted
 from hpctrain.run.run_view import RunView
-from tests.support.mpi import mpirun
+from tests.support.mpi import printed
 from tests.tasks import uneven_stages
-
-PROGRAM = Path(__file__).parent / "programs" / "stage_times.py"
-ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.world_size(2)
 Launched = Callable[[], tuple[Path, dict[str, Any]]]
@@ -32,8 +29,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     @functools.cache
     def launched() -> tuple[Path, dict[str, Any]]:
         folder = tmp_path_factory.mktemp("uneven")
-        said = mpirun(2, PROGRAM, folder, env={"PYTHONPATH": str(ROOT)}, warm="torch")
-        return folder, json.loads(said.stdout.strip().splitlines()[-1])
+        return folder, printed(2, "stage_times.py", folder, warm="torch")
 
     return launched
 

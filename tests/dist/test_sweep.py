@@ -6,16 +6,13 @@ Runs on 2 ranks, or on ``HPCTRAIN_SWEEP_RANKS``.
 from __future__ import annotations
 
 import functools
-import json
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.mpi import mpirun
+from tests.support.mpi import printed
 
-ROOT = Path(__file__).parents[2]
 RANKS = int(os.environ.get("HPCTRAIN_SWEEP_RANKS", "2"))
 LIMIT_S = 280 if RANKS <= 2 else 1500
 OWN_STATISTICS = {"BatchNormalization", *(f"{lazy}BatchNorm{axes}d" for lazy in ("", "Lazy") for axes in (1, 2, 3))}
@@ -27,9 +24,7 @@ pytestmark = [pytest.mark.world_size(RANKS), pytest.mark.slow]
 @functools.cache
 def swept(framework: str) -> dict[str, Any]:
     """Result of the sweep for each model, and classes that it lacks."""
-    program = Path(__file__).parent / "programs" / f"{framework}_sweep.py"
-    result = mpirun(RANKS, program, env={"PYTHONPATH": str(ROOT)}, timeout=LIMIT_S, warm=framework)
-    found: dict[str, Any] = json.loads(result.stdout.strip().splitlines()[-1])
+    found: dict[str, Any] = printed(RANKS, f"{framework}_sweep.py", timeout=LIMIT_S, warm=framework)
     return found
 
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 
 from hpctrain import CheckpointStore
 from hpctrain.checkpoint.verify import verify_checkpoint
 from hpctrain.cli import main
-from tests.support.mpi import mpirun
+from tests.support.mpi import printed
+from tests.support.plan_runs import predictions, require_near, require_same_state
 
-PROGRAM = Path(__file__).parent / "programs" / "tensor_training.py"
-ROOT = Path(__file__).parents[2]
 EXACT = ("horovod", "auto", "all-four", "adagrad", "sharded", "sharded-fused", "sharded-adagrad")
 
 pytestmark = pytest.mark.world_size(4)
@@ -36,8 +33,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], tuple[Path, 
         assert main(["data", "pack", f"{folder}/text.txt", "-o", f"{folder}/tokens.h5", "--context", "9"]) == 0
         results: Found = {}
         for ranks in (4, 1):
-            said = mpirun(ranks, PROGRAM, folder, env={"PYTHONPATH": str(ROOT)}, timeout=300, warm="torch")
-            results |= json.loads(said.stdout.strip().splitlines()[-1])
+            results |= printed(ranks, "tensor_training.py", folder, timeout=300, warm="torch")
         return folder, results
 
     return launched
@@ -46,23 +42,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], tuple[Path, 
 def wanted_of(name: str) -> str:
     """Name of the one-process run that a run must match."""
     return "alone-adagrad" if name.endswith("adagrad") else "adamw"
-
-
-def load_hdf5(path: Path) -> Any:
-    """Outputs in a file of predictions."""
-    with h5py.File(path) as file:
-        return file["output"][...]
-
-
-def require_same_state(folder: Path, name: str, step: int = 6, of: str | None = None, least: int = 80) -> None:
-    """Check that weights, averages and optimizer state match one process, each assembled."""
-    found = CheckpointStore(folder / name / "checkpoints").load(step).arrays
-    wanted = CheckpointStore(folder / (of or wanted_of(name)) / "checkpoints").load(step).arrays
-    names = [key for key in wanted if key.startswith(("model/", "optimizer/", "ema/"))]
-    assert len(names) > least
-    assert set(names) == {key for key in found if key.startswith(("model/", "optimizer/", "ema/"))}
-    for key in names:
-        np.testing.assert_allclose(found[key], wanted[key], rtol=0, atol=1e-12, err_msg=key)
 
 
 def begins_of(store: CheckpointStore, step: int, name: str, axis: int) -> set[int]:
@@ -76,22 +55,22 @@ def test_cut_layers_train_as_whole_ones_do(found: Callable[[], tuple[Path, Found
     """With accumulation, clipping, weight decay on matrices only, moving averages, tied and fused weights."""
     folder, results = found()
     one = results[wanted_of(name)]
-    np.testing.assert_allclose(results[name]["losses"], one["losses"], rtol=0, atol=1e-12)
+    require_near(results[name]["losses"], one["losses"])
     assert len(results[name]["losses"]) == 6
-    np.testing.assert_allclose(results[name]["metrics"]["loss"], one["metrics"]["loss"], rtol=0, atol=1e-12)
-    require_same_state(folder, name)
+    require_near(results[name]["metrics"]["loss"], one["metrics"]["loss"])
+    require_same_state(folder, name, wanted_of(name), least=80)
 
 
 @pytest.mark.parametrize(("name", "whole"), [("gpt-2", "gpt"), ("gpt-4", "gpt-plain"), ("gpt-stages", "gpt-plain")])
 def test_the_ready_gpt_trains_as_in_one_process(found: Callable[[], tuple[Path, Found]], name: str, whole: str) -> None:
     """Grouped heads, SwiGLU, tied and untied ends, a loss with classes split over ranks, and a pipeline of it."""
     folder, results = found()
-    np.testing.assert_allclose(results[name]["losses"], results[whole]["losses"], rtol=0, atol=1e-12)
+    require_near(results[name]["losses"], results[whole]["losses"])
     assert len(results[name]["losses"]) == 6
     for metric in ("loss", "accuracy"):
         mine, others = (results[one]["metrics"][metric] for one in (name, whole))
-        np.testing.assert_allclose(mine, others, rtol=0, atol=1e-12)
-    require_same_state(folder, name, of=whole, least=40)
+        require_near(mine, others)
+    require_same_state(folder, name, whole, least=40)
 
 
 @pytest.mark.parametrize(("name", "tensor"), [("horovod", 2), ("auto", 2), ("all-four", 4), ("sharded", 2)])
@@ -108,8 +87,8 @@ def test_every_plan_goes_on_where_another_one_stopped(found: Callable[[], tuple[
     """Two ranks per model, four, one, two, and one process: same samples, and same final state."""
     folder, results = found()
     losses = [loss for step in range(2, 7) for loss in results[f"chain-{step}"]["losses"]]
-    np.testing.assert_allclose(losses, results["adamw"]["losses"], rtol=0, atol=1e-12)
-    require_same_state(folder, "chain")
+    require_near(losses, results["adamw"]["losses"])
+    require_same_state(folder, "chain", "adamw", least=80)
     store = CheckpointStore(folder / "chain" / "checkpoints")
     assert verify_checkpoint(store, 2).problems == ()
     for step in range(2, 7):
@@ -127,8 +106,8 @@ def test_optimizers_that_are_cut_twice_go_on_at_every_other_plan(
     folder, results = found()
     names = [*(f"sharded-chain-{step}" for step in range(1, 6)), f"sharded-{end}-6"]
     losses = [loss for name in names for loss in results[name]["losses"]]
-    np.testing.assert_allclose(losses, results["adamw"]["losses"], rtol=0, atol=1e-12)
-    require_same_state(folder, f"sharded-{end}")
+    require_near(losses, results["adamw"]["losses"])
+    require_same_state(folder, f"sharded-{end}", "adamw", least=80)
     assert verify_checkpoint(CheckpointStore(folder / "sharded-chain" / "checkpoints"), 5).problems == ()
 
 
@@ -143,17 +122,17 @@ def test_each_rank_has_its_share_of_what_its_group_has(found: Callable[[], tuple
 
 def test_initial_weights_are_cut_as_they_are_read(found: Callable[[], tuple[Path, Found]]) -> None:
     folder, results = found()
-    np.testing.assert_allclose(results["initial"]["losses"], results["alone-initial"]["losses"], rtol=0, atol=1e-12)
+    require_near(results["initial"]["losses"], results["alone-initial"]["losses"])
     assert results["initial"]["losses"][0] < results["adamw"]["losses"][3]
-    require_same_state(folder, "initial", 1, "alone-initial")
+    require_same_state(folder, "initial", "alone-initial", 1, least=80)
 
 
 def test_predictions_are_written_once(found: Callable[[], tuple[Path, Found]]) -> None:
     """The first rank of each tensor group writes them; all compute them."""
     folder, _ = found()
-    predicted = [load_hdf5(folder / name / "predictions.h5") for name in ("all-four", "horovod", "adamw")]
+    predicted = [predictions(folder, name) for name in ("all-four", "horovod", "adamw")]
     for each in predicted[:2]:
-        np.testing.assert_allclose(each, predicted[2], rtol=0, atol=1e-12)
+        require_near(each, predicted[2])
 
 
 def test_dropout_differs_where_values_are_cut_and_nowhere_else(found: Callable[[], tuple[Path, Found]]) -> None:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
-from tests.support.mpi import mpirun
-
-PROGRAM = Path(__file__).parent / "programs" / "tensorflow_sums.py"
+from tests.support.mpi import printed
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.world_size(n)) for n in (2, 4)])
 def test_sums_are_exact_and_equal_on_all_ranks(ranks: int) -> None:
-    result = mpirun(ranks, PROGRAM, env={"PYTHONPATH": str(Path(__file__).parents[2])}, timeout=240, warm="tensorflow")
-    found = json.loads(result.stdout.strip().splitlines()[-1])
+    found = printed(ranks, "tensorflow_sums.py", warm="tensorflow")
     by_mpi = {"mpi-node", "mpi-ring", "mpi-flat", "mpi-flat-fp16", "mpi-flat-bf16"}
     wide = {f"{name} in float64" for name in ("mpi-node", "mpi-flat", "horovod-flat")}
     assert set(found) == by_mpi | wide | {"horovod-flat", "horovod-flat-fp16"}

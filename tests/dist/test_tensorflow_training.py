@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,8 @@ import pytest
 from sklearn.metrics import f1_score, jaccard_score, precision_score, roc_auc_score
 
 from tests.support.command import hpctrain, last_words, write_run
-from tests.support.mpi import mpirun
+from tests.support.mpi import ROOT, mpirun, printed
 
-PROGRAMS = Path(__file__).parent / "programs"
-ROOT = Path(__file__).parents[2]
 EVERYWHERE = ("auto", "mpi", "horovod", "accumulate", "clip", "weighted", "wide", "evaluated", "judged", "joined")
 """Scenarios whose results must not depend on the number of ranks."""
 ELSEWHERE = ("fp16-wire", "int8", "bf16-wire", "bf16", "fp16", "not_finite", "noises", "sabotaged")
@@ -24,9 +21,7 @@ ELSEWHERE = ("fp16-wire", "int8", "bf16-wire", "bf16", "fp16", "not_finite", "no
 
 def run(program: str, ranks: int, *arguments: str) -> Any:
     """Run a program, and return the JSON it prints."""
-    environment = {"PYTHONPATH": str(ROOT)}
-    result = mpirun(ranks, PROGRAMS / program, *arguments, env=environment, timeout=240, warm="tensorflow")
-    return json.loads(result.stdout.strip().splitlines()[-1])
+    return printed(ranks, program, *arguments, warm="tensorflow")
 
 
 @functools.cache
@@ -174,7 +169,7 @@ def test_metrics_say_what_they_say_of_all_samples_at_once(ranks: int) -> None:
 def test_a_loop_of_ones_own_in_under_40_lines(ranks: int) -> None:
     program = ROOT / "examples" / "own_loop_keras.py"
     assert len([line for line in program.read_text().splitlines() if line.strip()]) < 40
-    result = mpirun(ranks, program, env={"PYTHONPATH": str(ROOT)}, warm="tensorflow")
+    result = mpirun(ranks, program, warm="tensorflow")
     said = result.stdout.strip().splitlines()[-1]
     assert said.startswith(f"{ranks} ranks, reducer ")
     assert float(said.rsplit(" ", 1)[1]) < 0.15

@@ -4,19 +4,14 @@ checkpoints that can be resumed under any other plan."""
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.mpi import mpirun
-
-PROGRAM = Path(__file__).parent / "programs" / "torch_fully_sharded.py"
-ROOT = Path(__file__).parents[2]
+from tests.support.mpi import printed
 
 pytestmark = pytest.mark.world_size(4)
 Results = Callable[[], Any]
@@ -29,8 +24,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     @functools.cache
     def run() -> Any:
         folder = tmp_path_factory.mktemp("fully-sharded")
-        mpirun(4, PROGRAM, folder, env={"PYTHONPATH": str(ROOT)}, timeout=240, warm="torch")
-        return json.loads((folder / "found.json").read_text())
+        return printed(4, "torch_fully_sharded.py", folder, warm="torch")
 
     return run
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.mpi import mpirun
+from tests.support.mpi import printed
 from tests.tasks import torch_own_steps as own
 from tests.tasks.torch_sharded import BY_ROWS, SOME, WHOLE
 
-PROGRAM = Path(__file__).parent / "programs" / "torch_sharded.py"
-ROOT = Path(__file__).parents[2]
 RANKS = pytest.mark.parametrize("ranks", [2, 4])
 PRECISIONS = ("fp32", "bf16", "fp16", "channels", "halves")
 SCENARIOS = {
@@ -38,9 +34,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def run(ranks: int, shard: str = "optimizer") -> Any:
         folder = tmp_path_factory.mktemp("sharded")
         scenarios = {GROUP: BY_GROUP}.get(shard, SCENARIOS)[ranks]
-        env = {"PYTHONPATH": str(ROOT)}
-        result = mpirun(ranks, PROGRAM, folder, shard, *scenarios, env=env, timeout=240, warm="torch")
-        return json.loads(result.stdout.strip().splitlines()[-1])
+        return printed(ranks, "torch_sharded.py", folder, shard, *scenarios, warm="torch")
 
     return run
 

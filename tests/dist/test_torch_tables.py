@@ -10,18 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 
 from hpctrain import CheckpointStore
 from hpctrain.checkpoint.verify import verify_checkpoint
 from tests.support.command import hpctrain
-from tests.support.mpi import mpirun
+from tests.support.mpi import ROOT, printed
+from tests.support.plan_runs import predictions, require_near, require_same_state, state_of
 from tests.tasks.table_tasks import ROWS, WIDTH
 
-PROGRAM = Path(__file__).parent / "programs" / "torch_tables.py"
-ROOT = Path(__file__).parents[2]
 RUNS = ("adamw", "few", "weighted", "sparse-adam", "adagrad", "sgd", "momentum")
 
 pytestmark = pytest.mark.world_size(4)
@@ -37,26 +35,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], tuple[Path, 
         folder = tmp_path_factory.mktemp("tables")
         results: Found = {}
         for part, ranks in {"first": 1, "four": 4, "two": 2, "last": 1}.items():
-            said = mpirun(ranks, PROGRAM, folder, part, env={"PYTHONPATH": str(ROOT)}, timeout=300, warm="torch")
-            results |= json.loads(said.stdout.strip().splitlines()[-1])
+            results |= printed(ranks, "torch_tables.py", folder, part, timeout=300, warm="torch")
         return folder, results
 
     return launched
-
-
-def state_of(folder: Path, name: str, step: int = 6) -> dict[str, Any]:
-    """Weights, averages and slots, assembled."""
-    arrays = CheckpointStore(folder / name / "checkpoints").load(step).arrays
-    return {key: arrays[key] for key in arrays if key.startswith(("model/", "optimizer/", "ema/"))}
-
-
-def require_same_state(folder: Path, name: str, of: str, step: int = 6) -> None:
-    """Check that states agree to 1e-12."""
-    mine, wanted = state_of(folder, name, step), state_of(folder, of, step)
-    assert mine.keys() == wanted.keys()
-    assert len(mine) > 15
-    for key in wanted:
-        np.testing.assert_allclose(mine[key], wanted[key], rtol=0, atol=1e-12, err_msg=key)
 
 
 @pytest.mark.parametrize("name", [*(f"{run}-{ranks}" for run in RUNS for ranks in (2, 4)), "horovod-4", "recomputed-4"])
@@ -66,9 +48,9 @@ def test_numbers_are_those_of_one_process(found: Callable[[], tuple[Path, Found]
     of = name.rpartition("-")[0]
     one = f"{of if of in RUNS else 'adamw'}-1"
     assert "error" not in results[name]
-    np.testing.assert_allclose(results[name]["losses"], results[one]["losses"], rtol=0, atol=1e-12)
+    require_near(results[name]["losses"], results[one]["losses"])
     assert len(results[name]["losses"]) == 6
-    np.testing.assert_allclose(results[name]["metrics"]["loss"], results[one]["metrics"]["loss"], rtol=0, atol=1e-12)
+    require_near(results[name]["metrics"]["loss"], results[one]["metrics"]["loss"])
     require_same_state(folder, name, one)
 
 
@@ -103,7 +85,7 @@ def test_a_run_goes_on_at_any_other_plan(found: Callable[[], tuple[Path, Found]]
     folder, results = found()
     losses = [loss for step in range(1, 8) for loss in results[f"chain-{step}"]["losses"]]
     wanted = results["adamw-1"]["losses"] + results["adamw-1-7"]["losses"]
-    np.testing.assert_allclose(losses, wanted, rtol=0, atol=1e-12)
+    require_near(losses, wanted)
     require_same_state(folder, "chain", "adamw-1", 7)
     assert [results[f"chain-{step}"]["reducer"] for step in (4, 5)] == ["mpi-node", "mpi-sharded"]
 
@@ -111,14 +93,14 @@ def test_a_run_goes_on_at_any_other_plan(found: Callable[[], tuple[Path, Found]]
 def test_a_resume_repeats_the_same_bits(found: Callable[[], tuple[Path, Found]]) -> None:
     folder, results = found()
     assert results["begun"]["losses"] + results["ended"]["losses"] == results["adamw-4"]["losses"]
-    mine, wanted = state_of(folder, "again"), state_of(folder, "adamw-4")
+    mine, wanted = state_of(folder, "again", 6), state_of(folder, "adamw-4", 6)
     assert all(np.array_equal(mine[key], wanted[key]) for key in wanted)
 
 
 def test_initial_weights_are_cut_as_they_are_read(found: Callable[[], tuple[Path, Found]]) -> None:
     """Also for a model that no rank has ever held as a whole."""
     folder, results = found()
-    np.testing.assert_allclose(results["initial-4"]["losses"], results["initial-1"]["losses"], rtol=0, atol=1e-12)
+    require_near(results["initial-4"]["losses"], results["initial-1"]["losses"])
     assert results["initial-4"]["losses"][0] < results["adamw-4"]["losses"][3]
     require_same_state(folder, "initial-4", "initial-1", 1)
     assert results["valueless"]["losses"] == results["initial-4"]["losses"]
@@ -155,12 +137,9 @@ def test_an_index_that_no_rank_has_ends_the_run_with_a_sentence(tmp_path: Path) 
 def test_checkpoints_are_whole_and_predictions_those_of_one_process(found: Callable[[], tuple[Path, Found]]) -> None:
     folder, _ = found()
     assert verify_checkpoint(CheckpointStore(folder / "adamw-4" / "checkpoints"), 6).problems == ()
-    predicted = []
-    for name in ("adamw-4", "adamw-1"):
-        with h5py.File(folder / name / "predictions.h5") as file:
-            predicted.append(file["output"][...])
+    predicted = [predictions(folder, name) for name in ("adamw-4", "adamw-1")]
     assert len(predicted[0]) == 40
-    np.testing.assert_allclose(predicted[0], predicted[1], rtol=0, atol=1e-12)
+    require_near(*predicted)
 
 
 def test_what_cannot_be_shared_out_is_refused(found: Callable[[], tuple[Path, Found]]) -> None:

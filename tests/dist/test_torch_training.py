@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import functools
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from sklearn.metrics import f1_score, roc_auc_score
 
-from tests.support.mpi import mpirun
+from tests.support.mpi import printed
 from tests.tasks import torch_own_steps as own
 
-PROGRAMS = Path(__file__).parent / "programs"
-ROOT = Path(__file__).parents[2]
 REDUCERS = (
     "auto", "mpi", "horovod", "nccl",
     "mpi-node", "mpi-flat", "mpi-overlap", "horovod-flat", "horovod-overlap", "gloo-flat", "gloo-overlap",
@@ -36,8 +32,7 @@ pytestmark = pytest.mark.world_size(4)
 
 def run(program: str, ranks: int, *arguments: str) -> Any:
     """Run a program, and return the JSON it prints."""
-    result = mpirun(ranks, PROGRAMS / program, *arguments, env={"PYTHONPATH": str(ROOT)}, timeout=240, warm="torch")
-    return json.loads(result.stdout.strip().splitlines()[-1])
+    return printed(ranks, program, *arguments, warm="torch")
 
 
 @functools.cache

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.mpi import mpirun
+from tests.support.mpi import printed
 from tests.tasks.valueless_tasks import write_weights
 
-PROGRAM = Path(__file__).parent / "programs" / "valueless.py"
-ROOT = Path(__file__).parents[2]
 WIDTH = 2048
 
 pytestmark = pytest.mark.world_size(2)
@@ -29,10 +25,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], tuple[int, A
         folder = tmp_path_factory.mktemp("valueless")
         weights = folder / "weights.safetensors"
         size = write_weights(weights, WIDTH)
-        env = {"PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "1000000"}  # what is freed is given back
-        said = mpirun(2, PROGRAM, folder, weights, WIDTH, env=env, timeout=240)
+        env = {"MALLOC_MMAP_THRESHOLD_": "1000000"}  # what is freed is given back
+        results = printed(2, "valueless.py", folder, weights, WIDTH, env=env)
         weights.unlink()
-        return size, json.loads(said.stdout.strip().splitlines()[-1])
+        return size, results
 
     return launched
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.mpi import mpirun
-
-ROOT = Path(__file__).parents[2]
-PROGRAM = ROOT / "tests" / "dist" / "programs" / "tensorflow_training.py"
+from tests.support.mpi import printed
 
 pytestmark = pytest.mark.gpu
 
@@ -22,9 +17,8 @@ def run(ranks: int, *scenarios: str, **environment: str) -> Any:
     tf = pytest.importorskip("tensorflow")
     if not tf.test.is_built_with_cuda():
         pytest.skip("this TensorFlow is built for CPUs")
-    environment |= {"PYTHONPATH": str(ROOT), "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
-    result = mpirun(ranks, PROGRAM, *scenarios, env=environment, timeout=240)
-    return json.loads(result.stdout.strip().splitlines()[-1])
+    environment["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"
+    return printed(ranks, "tensorflow_training.py", *scenarios, env=environment)
 
 
 def test_a_gpu_trains_as_the_cpu_does() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.mpi import mpirun
-
-ROOT = Path(__file__).parents[2]
-PROGRAMS = ROOT / "tests" / "dist" / "programs"
+from tests.support.mpi import printed
 
 pytestmark = pytest.mark.gpu
 
 
 def run(program: str, ranks: int, *arguments: str, **environment: str) -> Any:
     """Run a program; return the JSON it prints."""
-    result = mpirun(ranks, PROGRAMS / program, *arguments, env={"PYTHONPATH": str(ROOT), **environment}, timeout=240)
-    return json.loads(result.stdout.strip().splitlines()[-1])
+    return printed(ranks, program, *arguments, env=environment)
 
 
 def test_a_gpu_trains_as_the_cpu_does() -> None:
@@ -67,9 +62,7 @@ def test_ranks_that_share_a_gpu_shard_their_optimizers(tmp_path: Path) -> None:
 @pytest.mark.world_size(2)
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL takes one rank on each GPU")
 def test_parameters_are_sharded_over_two_gpus(tmp_path: Path) -> None:
-    program, environment = PROGRAMS / "torch_fully_sharded.py", {"PYTHONPATH": str(ROOT)}
-    mpirun(2, program, tmp_path, "uneven", "layers", env=environment, timeout=240)
-    found = json.loads((tmp_path / "found.json").read_text())
+    found = run("torch_fully_sharded.py", 2, str(tmp_path), "uneven", "layers")
     for case in (*found["uneven"].values(), found["layers"]):
         assert case["difference"] <= 1e-9, "in float64, whose sums a GPU may form in another order"
 
@@ -77,9 +70,7 @@ def test_parameters_are_sharded_over_two_gpus(tmp_path: Path) -> None:
 @pytest.mark.world_size(4)
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="NCCL takes one rank on each GPU")
 def test_layers_and_stages_are_shared_out_over_four_gpus(tmp_path: Path) -> None:
-    program, environment = PROGRAMS / "torch_fully_sharded.py", {"PYTHONPATH": str(ROOT)}
-    mpirun(4, program, tmp_path, "exchanges", env=environment, timeout=240)
-    found = json.loads((tmp_path / "found.json").read_text())["exchanges"]
+    found = run("torch_fully_sharded.py", 4, str(tmp_path), "exchanges")["exchanges"]
     for plan in found.values():
         assert plan["opened"]
         assert plan["difference"] <= 1e-9, "in float64, whose sums a GPU may form in another order"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import pytest
 
 from tests.slurm import cluster as slurm
 from tests.slurm.run import STEPS, Run
+from tests.support.command import PROJECT
 from tests.support.mpi import PATIENCE_S
 
 
@@ -96,7 +98,7 @@ class SideRun:
 
     def end(self) -> Run:
         """Wait until the run has ended, and return it."""
-        self.run.wait(self.job, "COMPLETED", "FAILED")
+        self.run.wait(self.job, "COMPLETED", "FAILED", timeout=600)
         return self.run
 
 
@@ -115,6 +117,22 @@ def side_run(cluster: slurm.Cluster, tmp_path_factory: pytest.TempPathFactory) -
     yield submit
     for side in made:
         slurm.until(lambda side=side: not cluster.processes(side.run.marker), PATIENCE_S)
+
+
+def limited(kind: str) -> dict[str, Any]:
+    """Keys for a job that runs examples/programs/<kind> for 90 s.
+
+    Slurm signals 22 to 52 s after a start, and a start takes some seconds, so that two limits are reached.
+    """
+    launcher, devices = ("srun", ["1", "2"]) if kind == "lightning" else ("auto", [])
+    command = [*program(kind), *devices, "--steps", "90", "--seconds-per-step", "1"]
+    launch = {"command": command, "launcher": launcher, "ranks_per_node": 1}
+    return {"launch": launch, "slurm": {"time": "1", "signal_s": 8}}
+
+
+def program(kind: str) -> list[str]:
+    """Command of a program of examples/programs."""
+    return [sys.executable, str(PROJECT / "examples" / "programs" / kind / "train.py")]
 
 
 @pytest.fixture(scope="session")
@@ -140,10 +158,16 @@ def unsignalled_run(side_run: Callable[..., SideRun], digits: Path) -> SideRun:
     return side_run(**training(digits, 1.9, checkpoint={"every_steps": 4}, slurm=limit))
 
 
+@pytest.fixture(scope="session")
+def limited_program(side_run: Callable[..., SideRun]) -> SideRun:
+    """A program of its own that takes longer than two time limits; see test_programs_at_limits.py."""
+    return side_run(**limited("pytorch"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _side_runs_come_first(request: pytest.FixtureRequest) -> None:
     wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
-    for name in ("undisturbed_run", "signalled_run", "unsignalled_run"):
+    for name in ("undisturbed_run", "signalled_run", "unsignalled_run", "limited_program"):
         if name in wanted:
             request.getfixturevalue(name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import shutil
 import signal
@@ -11,12 +12,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hpctrain.comm.world import QUICK_START
 from hpctrain.system.processes import own_session
 from tests.support import warm_ranks
 
 ROOT = Path(__file__).parents[2]
+PROGRAMS = ROOT / "tests" / "dist" / "programs"
 PATIENCE_S = 120.0
 """Timeout for anything that takes seconds on an idle machine."""
 LAUNCH_S = 240.0
@@ -103,12 +106,19 @@ def mpirun(
 ) -> Result:
     """Run a Python file (Path) or module (str) on `ranks` ranks; with check, fail the test unless all exit with 0.
 
-    With `warm`, "torch" or "tensorflow", a file's ranks are forked from a process that has imported that framework.
+    They find the package `tests`. With `warm`, "torch" or "tensorflow", a file's ranks are forked from a process that
+    has imported that framework.
     """
     command = rank_command(ranks, program, *args, warm=warm)
-    result = run_in_group(command, rank_environment(env), cwd, timeout)
+    result = run_in_group(command, rank_environment({"PYTHONPATH": str(ROOT), **(env or {})}), cwd, timeout)
     assert not check or result.returncode == 0, f"exit {result.returncode}: {' '.join(command)}\n{result.output}"
     return result
+
+
+def printed(ranks: int, program: str, *args: object, **options: Any) -> Any:
+    """JSON in the last line that a program of tests/dist/programs prints; options as of `mpirun`."""
+    result = mpirun(ranks, PROGRAMS / program, *args, **options)
+    return json.loads(result.stdout.strip().splitlines()[-1])
 
 
 def rank_command(ranks: int, program: Path | str, *args: object, warm: str = "") -> list[str]:

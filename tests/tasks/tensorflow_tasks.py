@@ -111,7 +111,7 @@ def make_framework(
     model: Any = plain_model,
     loss: Any = mean_loss,
     optimizer: Any = lambda: keras.optimizers.Adam(1e-2),
-    kind: str = "auto",
+    kind: str | None = None,
     reduce: Any = (),
     choice: Callable[[ReduceConfig, World], ReducerChoice] = ReducerChoice,
     metrics: Any = None,
@@ -119,7 +119,12 @@ def make_framework(
     state: Mapping[str, Any] | None = None,
     **train: Any,
 ) -> KerasFramework:
-    """A framework around a new model, by default with Adam; ``train`` and ``reduce`` are more settings."""
+    """A framework around a new model, by default with Adam; ``train`` and ``reduce`` are more settings.
+
+    The default ``kind`` measures nothing: to choose among reducers takes longer than most trainings of the tests.
+    """
+    if kind is None:
+        kind = "mpi" if world.size > 1 and choice is ReducerChoice else "auto"
     begin_task(7, train.get("precision", "fp32"), world.local_rank)
     judges = metrics or {"accuracy": accuracy}
     task = KerasTask(model(), loss, optimizer(), None, metrics=judges, state=state or {})

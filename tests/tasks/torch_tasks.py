@@ -163,7 +163,12 @@ def make_framework(
     parallel: ParallelConfig | None = None,
     **train: Any,
 ) -> TorchFramework:
-    """A framework around a new model with the same initial weights everywhere; ``way`` names one candidate."""
+    """A framework around a new model with the same initial weights everywhere; ``way`` names one candidate.
+
+    Without it, nothing is measured either, unless ``reduce`` says auto: that takes longer than most trainings here.
+    """
+    measures = world.size == 1 or way or choice is not ReducerChoice or parallel
+    kind = "auto" if measures else "mpi"
     torch.manual_seed(3)
     made = model()
     more = {} if forward is None else {"forward": forward}
@@ -174,7 +179,7 @@ def make_framework(
         task="a:b",
         seed=11,
         train=TrainConfig(steps=1, global_batch=GLOBAL_BATCH, **train),
-        reduce=ReduceConfig(**{"bucket_bytes": 1024, **(reduce or {})}),
+        reduce=ReduceConfig(**{"kind": kind, "bucket_bytes": 1024, **(reduce or {})}),
         parallel=parallel or ParallelConfig(),
     )
     return open_torch(task, world, config, IntervalClock(), choice(config.reduce, world, way))

@@ -12,13 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-from hpctrain import BaseHook, HpctrainError, StepResult, Training, fit, load_config
+from hpctrain import StepResult, Training
 from hpctrain.checkpoint.format import layout
-from hpctrain.cli import main
 from hpctrain.comm.world import connect
+from tests.support import plan_runs
+from tests.support.plan_runs import Watcher, predict
 from tests.tasks import pipeline_tasks, table_tasks
 
 EVERYONE = connect().everyone
@@ -51,20 +49,18 @@ PLANS: dict[str, dict[str, Any]] = {
 """Keys of the run file; the remaining ranks form the data axis."""
 
 
-class Watcher(BaseHook):
-    """Records losses of global batches, and what each rank holds."""
+class Stages(Watcher):
+    """Records what each rank holds, too."""
 
     def __init__(self) -> None:
-        self.losses: list[float] = []
+        super().__init__()
         self.norms: list[float] = []
         self.drawn: list[dict[str, str]] = []
         self.ranks: list[Any] = []
 
     def after_step(self, training: Training, result: StepResult) -> None:
-        sums = result.sums()
-        total, weight = training.world.data.sum(np.array(sums["loss"]), "average the loss")
-        self.losses.append(float(total / weight))
-        if "grad_norm" in sums:
+        super().after_step(training, result)
+        if "grad_norm" in (sums := result.sums()):
             self.norms.append(sums["grad_norm"][0])
         blocks = getattr(training.framework.model, "blocks", ())  # type: ignore[attr-defined]
         own = {number: block for number, block in enumerate(blocks) if any(True for _ in block.parameters())}
@@ -78,50 +74,24 @@ class Watcher(BaseHook):
         self.ranks = EVERYONE.allgather(own, "compare the ranks")
 
 
-class Drift(BaseHook):
-    """Changes weights on the last rank after the first step."""
-
-    def after_step(self, training: Training, result: StepResult) -> None:
-        if training.world.rank == EVERYONE.size - 1 and training.state.step == 1:
-            with torch.no_grad():
-                next(training.framework.model.parameters()).view(-1)[0] += 1e-12  # type: ignore[attr-defined]
-
-
 def run(
     folder: Path, name: str, steps: int = 6, task: str = "gpt", drifts: bool = False, **keys: Any
 ) -> dict[str, Any]:
-    """One attempt of a run; in keys of the run file, __ means a dot. The last batch of an epoch has one sample."""
-    watcher = Watcher()
-    base = {
-        "name": name,
+    """One attempt of a run. The last batch of an epoch has one sample."""
+    base: dict[str, Any] = {
         "task": task if ":" in task else f"{pipeline_tasks.__file__}:{task}",
-        "run_dir": folder / name,
-        "train.steps": steps,
-        "train.global_batch": 7,
-        "train.accumulate": 3,
-        "train.clip_norm": 0.5,
-        "train.ema_decay": 0.9,
-        "reduce.kind": "mpi",
-        "reduce.verify_every_steps": 1,
-        "monitor.enabled": "false",
-        "checkpoint.interval": "none",
-        "checkpoint.verify_replicated": "true",
-        "checkpoint.keep_last": 6,
-        "track.every_steps": 100,
+        "train__steps": steps,
+        "train__global_batch": 7,
+        "train__accumulate": 3,
+        "train__clip_norm": 0.5,
+        "train__ema_decay": 0.9,
+        "reduce__kind": "mpi",
+        "reduce__verify_every_steps": 1,
+        "checkpoint__verify_replicated": "true",
+        "checkpoint__keep_last": 6,
     }
-    given = base | {key.replace("__", "."): value for key, value in keys.items()}
-    words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
-    try:
-        summary = fit(load_config(None, words), hooks=[Drift(), watcher] if drifts else [watcher])
-    except HpctrainError as error:
-        return {"error": str(error)}
-    return {**vars(watcher), "metrics": dict(summary.metrics), "step": summary.step}
-
-
-def predict(folder: Path, name: str, **parallel: int) -> None:
-    """Predict over the validation data from the end of a run, as ``hpctrain predict`` does."""
-    keys = [word for key, size in parallel.items() for word in (f"--parallel.{key}", str(size))]
-    assert main(["predict", str(folder / name / "run.yaml"), *keys]) == 0, name
+    drift = [plan_runs.Drift(lambda model: next(model.parameters()))] if drifts else []
+    return plan_runs.train(folder, name, Stages(), drift, **base | keys)
 
 
 def on_four_ranks(folder: Path) -> dict[str, Any]:

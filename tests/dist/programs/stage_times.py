@@ -11,25 +11,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from hpctrain import BaseHook, HpctrainError, StepResult, Training, fit, load_config
+from hpctrain import Training
 from hpctrain.comm.world import connect
+from tests.support import plan_runs
+from tests.support.plan_runs import Watcher
 from tests.tasks import uneven_stages
 
 EVERYONE = connect().everyone
 
 
-class Watcher(BaseHook):
-    """Records losses, and how often each layer has run."""
+class Passes(Watcher):
+    """Records how often each layer has run, too."""
 
     def __init__(self) -> None:
-        self.losses: list[float] = []
+        super().__init__()
         self.passes: list[dict[str, int]] = []
-
-    def after_step(self, training: Training, result: StepResult) -> None:
-        total, weight = training.world.data.sum(np.array(result.sums()["loss"]), "average the loss")
-        self.losses.append(float(total / weight))
 
     def after_fit(self, training: Training, reason: Any) -> None:
         buffers = training.framework.model.named_buffers()  # type: ignore[attr-defined]
@@ -38,29 +34,16 @@ class Watcher(BaseHook):
 
 
 def run(folder: Path, name: str, steps: int = 4, **keys: Any) -> dict[str, Any]:
-    """One attempt of a run; in keys of the run file, __ stands for the dot."""
-    watcher = Watcher()
-    base = {
-        "name": name,
+    """One attempt of a run."""
+    base: dict[str, Any] = {
         "task": f"{uneven_stages.__file__}:task",
-        "run_dir": folder / name,
-        "parallel.pipeline": 2,
-        "train.steps": steps,
-        "train.global_batch": uneven_stages.SAMPLES,
-        "train.accumulate": 2,
-        "monitor.enabled": "false",
-        "checkpoint.interval": "none",
-        "track.every_steps": 2,
+        "parallel__pipeline": 2,
+        "train__steps": steps,
+        "train__global_batch": uneven_stages.SAMPLES,
+        "train__accumulate": 2,
+        "track__every_steps": 2,
     }
-    given = base | {key.replace("__", "."): value for key, value in keys.items()}
-    try:
-        fit(
-            load_config(None, [word for key, value in given.items() for word in (f"--{key}", str(value))]),
-            hooks=[watcher],
-        )
-    except HpctrainError as error:
-        return {"error": str(error)}
-    return vars(watcher)
+    return plan_runs.train(folder, name, Passes(), **base | keys)
 
 
 def main(folder: Path) -> dict[str, Any]:

@@ -12,33 +12,30 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from examples import gpt as gpt_example
-from hpctrain import BaseHook, HpctrainError, StepResult, Training, fit, load_config
+from hpctrain import StepResult, Training
 from hpctrain.checkpoint.format import layout
-from hpctrain.cli import main
 from hpctrain.comm.world import connect
+from tests.support import plan_runs
+from tests.support.plan_runs import Watcher, predict
 from tests.tasks import tensor_tasks
 
 EVERYONE = connect().everyone
 layout.LEAST_TILE_BYTES = 64  # tiles, as for large matrices
 
 
-class Watcher(BaseHook):
-    """Records losses of global batches, and what must be equal on all ranks."""
+class Equals(Watcher):
+    """Records what must be equal on all ranks, too."""
 
     def __init__(self) -> None:
-        self.losses: list[float] = []
+        super().__init__()
         self.hashes: list[Any] = []
         self.drawn: dict[str, list[str]] = {}
         self.slots: list[int] = []
         """Elements of optimizer state on each rank, excluding step counts."""
 
     def after_step(self, training: Training, result: StepResult) -> None:
-        total, weight = training.world.data.sum(np.array(result.sums()["loss"]), "average the loss")
-        self.losses.append(float(total / weight))
+        super().after_step(training, result)
         block = training.framework.model.blocks[0]  # type: ignore[attr-defined]
         for place, dropped in vars(block).get("drawn", {}).items():
             bits = "".join(map(str, dropped.flatten().int().tolist()))
@@ -52,48 +49,21 @@ class Watcher(BaseHook):
         self.slots = EVERYONE.allgather(sum(math.prod(one.shape) for one in kept), "compare their slots")
 
 
-class Drift(BaseHook):
-    """Changes replicated weights on the last rank after the first step."""
-
-    def after_step(self, training: Training, result: StepResult) -> None:
-        if training.world.rank == EVERYONE.size - 1 and training.state.step == 1:
-            with torch.no_grad():
-                training.framework.model.norm.weight[0] += 1e-12  # type: ignore[attr-defined]
-
-
 def run(folder: Path, name: str, steps: int = 6, drifts: bool = False, **keys: Any) -> dict[str, Any]:
-    """One attempt of a run; in keys of the run file, __ stands for the dot."""
-    watcher = Watcher()
-    base = {
-        "name": name,
+    """One attempt of a run."""
+    base: dict[str, Any] = {
         "task": f"{tensor_tasks.__file__}:gpt",
-        "run_dir": folder / name,
-        "train.steps": steps,
-        "train.global_batch": 6,
-        "train.accumulate": 2,
-        "train.clip_norm": 0.5,
-        "train.ema_decay": 0.9,
-        "reduce.kind": "mpi",
-        "reduce.verify_every_steps": 1,
-        "monitor.enabled": "false",
-        "checkpoint.interval": "none",
-        "checkpoint.keep_last": 6,
-        "track.every_steps": 100,
+        "train__steps": steps,
+        "train__global_batch": 6,
+        "train__accumulate": 2,
+        "train__clip_norm": 0.5,
+        "train__ema_decay": 0.9,
+        "reduce__kind": "mpi",
+        "reduce__verify_every_steps": 1,
+        "checkpoint__keep_last": 6,
     }
-    given = base | {key.replace("__", "."): value for key, value in keys.items()}
-    words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
-    try:
-        summary = fit(load_config(None, words), hooks=[Drift(), watcher] if drifts else [watcher])
-    except HpctrainError as error:
-        return {"error": str(error)}
-    return {
-        "losses": watcher.losses,
-        "hashes": watcher.hashes,
-        "drawn": watcher.drawn,
-        "slots": watcher.slots,
-        "metrics": dict(summary.metrics),
-        "step": summary.step,
-    }
+    drift = [plan_runs.Drift(lambda model: model.norm.weight)] if drifts else []
+    return plan_runs.train(folder, name, Equals(), drift, **base | keys)
 
 
 def gpt(folder: Path, name: str, **keys: Any) -> dict[str, Any]:
@@ -105,12 +75,6 @@ def gpt(folder: Path, name: str, **keys: Any) -> dict[str, Any]:
 
 
 PLAIN = {"task_args__feed_forward": "gelu", "task_args__norm": "layer"}
-
-
-def predict(folder: Path, name: str, tensor: int) -> None:
-    """Predict over the validation data from the end of a run, as ``hpctrain predict`` does."""
-    words = ["predict", str(folder / name / "run.yaml"), "--parallel.tensor", str(tensor)]
-    assert main(words) == 0, name
 
 
 def on_four_ranks(folder: Path) -> dict[str, Any]:
@@ -140,8 +104,8 @@ def on_four_ranks(folder: Path) -> dict[str, Any]:
     found["gpt-2"] = gpt(folder, "gpt-2", **cut, task_args__tied="true")
     found["gpt-4"] = gpt(folder, "gpt-4", parallel__tensor=4, **PLAIN)
     found["gpt-stages"] = gpt(folder, "gpt-stages", **cut, parallel__pipeline=2, **PLAIN)
-    predict(folder, "all-four", 4)
-    predict(folder, "horovod", 2)
+    predict(folder, "all-four", tensor=4)
+    predict(folder, "horovod", tensor=2)
     for step, tensor in enumerate((2, 4, 1, 2), start=2):
         found[f"chain-{step}"] = run(folder, "chain", steps=step, parallel__tensor=tensor)
     for step, (tensor, shard) in enumerate(((2, True), (4, False), (2, True), (1, True), (2, True)), start=1):
@@ -165,7 +129,7 @@ def alone(folder: Path) -> dict[str, Any]:
     }
     found["gpt"] = gpt(folder, "gpt", task_args__tied="true")
     found["gpt-plain"] = gpt(folder, "gpt-plain", **PLAIN)
-    predict(folder, "adamw", 1)
+    predict(folder, "adamw", tensor=1)
     return found
 
 

@@ -175,7 +175,7 @@ def noises(world: World) -> dict[str, Any]:
 def joined(world: World) -> dict[str, Any]:
     """Networks with BatchNormalization over all ranks; the last of four ranks has no sample in every seventh batch."""
     settings = {"model": in_float64, "sync_batchnorm": True}
-    framework = make_framework(world, kind="mpi" if world.size > 1 else "none", **settings)
+    framework = make_framework(world, **settings)
     if world.rank == 0:
         framework.dry_call(cut(next(global_batches(1)), world.rank, world.size)[0])  # needs no other rank
     found = outcome(framework, train(framework, 30))
@@ -197,13 +197,13 @@ def in_float64() -> keras.Model:
 
 
 SCENARIOS: dict[str, Callable[[World], dict[str, Any]]] = {
-    "auto": trained,
-    "mpi": lambda world: trained(world, kind="mpi" if world.size > 1 else "none"),
+    "auto": lambda world: trained(world, kind="auto"),
+    "mpi": trained,
     "horovod": lambda world: trained(world, kind="horovod"),
     "accumulate": lambda world: trained(world, accumulate=3),
     "clip": lambda world: trained(world, clip_norm=0.05, ema_decay=0.9),
     "weighted": lambda world: trained(world, loss=weighted_loss),
-    "wide": lambda world: trained(world, model=wide_model, kind="mpi" if world.size > 1 else "none"),
+    "wide": lambda world: trained(world, model=wide_model),
     "tables": tables,
     "fp16-wire": lambda world: trained(world, kind="auto", reduce={"compression": "fp16"}),
     "bf16-wire": lambda world: trained(world, kind="auto", reduce={"compression": "bf16"}),

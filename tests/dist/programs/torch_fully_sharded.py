@@ -1,4 +1,4 @@
-"""Trains models with sharded parameters, by scenario; rank 0 writes the results as JSON.
+"""Trains models with sharded parameters, by scenario; rank 0 prints the results as JSON.
 
 torch_fully_sharded.py FOLDER [SCENARIO ...]
 """
@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -24,14 +23,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hpctrain import BaseHook, CheckpointStore, HpctrainError, StepResult, Training, UserError, fit, load_config
+from hpctrain import CheckpointStore, StepResult, Training, UserError
 from hpctrain.backends.torch.process_groups import DefaultGroup
 from hpctrain.backends.torch.strategies.exchange import Exchange, over_torch
 from hpctrain.backends.torch.strategies.fsdp.layer_order import COMPARED_UPDATES
 from hpctrain.backends.torch.strategies.fsdp.sharded_model import FullySharded
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.verify import verify_checkpoint
-from hpctrain.cli import main as command
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World, alone, connect, from_communicator
 from hpctrain.config.sections import ParallelConfig
@@ -39,7 +37,9 @@ from hpctrain.errors import RunFailed
 from hpctrain.train.clock import NO_CLOCK, Waiting
 from hpctrain.train.state import StateTensor
 from hpctrain.train.stateful import value_of
+from tests.support import plan_runs
 from tests.support.attempts import attempt, furthest, whole_state
+from tests.support.plan_runs import Watcher
 from tests.tasks import tensor_tasks, torch_sharded
 from tests.tasks.torch_tasks import (
     adagrad,
@@ -63,7 +63,6 @@ GPT = "tests.tasks.tensor_tasks:numbered"
 STAGES = "tests.tasks.pipeline_tasks:numbered"
 TABLES = "tests.tasks.table_tasks:recommender"
 UPDATES = 6
-STATE = ("model/", "ema/", "optimizer/")
 
 
 def parts_of(world: World) -> dict[int, World]:
@@ -117,9 +116,9 @@ def plans(world: World, folder: Path) -> dict[str, Any]:
         found["problems"] = [problem for one in stores for problem in verify_checkpoint(one, UPDATES).problems]
         shapes = []
         for name in ("alone", "hybrid", "nodes"):
-            arrays = CheckpointStore(folder / name / "checkpoints").load(UPDATES).arrays
-            shapes.append({key: arrays[key].shape for key in arrays if key.startswith(STATE)})
-            found["saved"] = difference({key: arrays[key] for key in shapes[-1]}, wanted)
+            saved = plan_runs.state_of(folder, name, UPDATES)
+            shapes.append({key: array.shape for key, array in saved.items()})
+            found["saved"] = difference(saved, wanted)
         found["shapes"] = {"number": len(shapes[0]), "same": shapes[0] == shapes[1] == shapes[2]}
     return found
 
@@ -181,7 +180,7 @@ def uneven(world: World, folder: Path) -> dict[str, Any]:
             ema_decay=0.9, reduce={"kind": kind},
         )  # fmt: skip
         losses = train(framework, 8, 2)
-        state = [each for each in framework.state() if each.name.startswith(STATE)]
+        state = [each for each in framework.state() if each.name.startswith(plan_runs.STATE)]
         framework.close()
         return losses, state
 
@@ -458,41 +457,28 @@ def lost(world: World, folder: Path) -> dict[str, Any]:
     return said
 
 
-class Watcher(BaseHook):
-    """Records losses of global batches."""
+class Reducers(Watcher):
+    """Records the reducer, too."""
 
     def __init__(self) -> None:
-        self.losses: list[float] = []
+        super().__init__()
         self.reducer: str | None = None
 
     def after_step(self, training: Training, result: StepResult) -> None:
-        total, weight = training.world.data.sum(np.array(result.sums()["loss"]), "average the loss")
-        self.losses.append(float(total / weight))
+        super().after_step(training, result)
         self.reducer = training.framework.facts.reducer_name
 
 
 def run(folder: Path, name: str, task: str = "gpt", **keys: Any) -> dict[str, Any]:
-    """A run as a run file describes it; in keys, __ stands for the dot."""
-    watcher = Watcher()
-    base = {
-        "name": name,
+    """A run as a run file describes it."""
+    base: dict[str, Any] = {
         "task": f"{tensor_tasks.__file__}:{task}",
-        "run_dir": folder / name,
-        "train.steps": 3,
-        "train.global_batch": 6,
-        "train.accumulate": 2,
-        "parallel.shard": "parameters",
-        "monitor.enabled": "false",
-        "checkpoint.interval": "none",
-        "track.every_steps": 100,
+        "train__steps": 3,
+        "train__global_batch": 6,
+        "train__accumulate": 2,
+        "parallel__shard": "parameters",
     }
-    given = base | {key.replace("__", "."): value for key, value in keys.items()}
-    words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
-    try:
-        summary = fit(load_config(None, words), hooks=[watcher])
-    except HpctrainError as error:
-        return {"error": str(error)}
-    return {"losses": watcher.losses, "reducer": watcher.reducer, "metrics": dict(summary.metrics)}
+    return plan_runs.train(folder, name, Reducers(), **base | keys)
 
 
 def runs(world: World, folder: Path) -> dict[str, Any]:
@@ -519,20 +505,14 @@ def runs(world: World, folder: Path) -> dict[str, Any]:
         found[f"{plan}, kept"] = run(folder, f"{plan}-kept", **own)
         found[f"{plan}, again"] = run(folder, f"{plan}-again", **own, train__recompute="['blocks.*', 'words']")
     for name in ("whole", "run"):
-        assert command(["predict", str(folder / name / "run.yaml")]) == 0, name
+        plan_runs.predict(folder, name)
     found["by layers"] = run(folder, "by-layers", task="by_layers")
     found["opened"] = run(folder, "opened", task="opening")
     torch.distributed.destroy_process_group()
     if world.rank == 0:
-        predicted = [load_hdf5(folder / name / "predictions.h5") for name in ("whole", "run")]
+        predicted = [plan_runs.predictions(folder, name) for name in ("whole", "run")]
         found["run"]["predicted"] = furthest(predicted[1:], predicted[:1])
     return found
-
-
-def load_hdf5(path: Path) -> Any:
-    """Outputs in a file of predictions."""
-    with h5py.File(path) as file:
-        return file["output"][...]
 
 
 SCENARIOS: dict[str, Callable[[World, Path], dict[str, Any]]] = {
@@ -541,7 +521,7 @@ SCENARIOS: dict[str, Callable[[World, Path], dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Run the scenarios; rank 0 writes."""
+    """Run the scenarios; rank 0 prints."""
     torch.set_num_threads(1)
     world = connect()
     found = {}
@@ -550,7 +530,7 @@ def main() -> None:
         found[name] = SCENARIOS[name](world, Path(sys.argv[1]))
         print(f"{name}: {time.perf_counter() - begin:.1f} s", file=sys.stderr)
     if world.rank == 0:
-        (Path(sys.argv[1]) / "found.json").write_text(json.dumps(found))
+        print(json.dumps(found))
 
 
 if __name__ == "__main__":

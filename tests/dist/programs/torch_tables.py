@@ -10,23 +10,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-from hpctrain import BaseHook, HpctrainError, StepResult, Training, fit, load_config
-from hpctrain.cli import main
+from hpctrain import StepResult, Training
 from hpctrain.comm.world import connect
+from tests.support import plan_runs
+from tests.support.plan_runs import Watcher
 from tests.tasks import table_tasks
 
 EVERYONE = connect().everyone
 OPTIMIZERS = ("sparse-adam", "adagrad", "sgd", "momentum")
 
 
-class Watcher(BaseHook):
-    """Records losses of global batches, and each rank's part of the tables."""
+class Parts(Watcher):
+    """Records each rank's part of the tables, too."""
 
     def __init__(self) -> None:
-        self.losses: list[float] = []
+        super().__init__()
         self.held: list[dict[str, int]] = []
         """Elements of each table and of its optimizer state, by rank and name."""
         self.reducer: str | None = None
@@ -36,8 +34,7 @@ class Watcher(BaseHook):
         """Bytes of gradients that are summed over the ranks."""
 
     def after_step(self, training: Training, result: StepResult) -> None:
-        total, weight = training.world.data.sum(np.array(result.sums()["loss"]), "average the loss")
-        self.losses.append(float(total / weight))
+        super().after_step(training, result)
         self.reducer = training.framework.facts.reducer_name
         self.summed = training.framework.facts.gradient_bytes
 
@@ -56,51 +53,24 @@ class Watcher(BaseHook):
         self.hashes = EVERYONE.allgather(mine, "compare the weights")
 
 
-class Drift(BaseHook):
-    """Changes replicated weights on the last rank after the first step."""
-
-    def after_step(self, training: Training, result: StepResult) -> None:
-        if training.world.rank == EVERYONE.size - 1 and training.state.step == 1:
-            with torch.no_grad():
-                training.framework.model.deep[0].bias[0] += 1e-12  # type: ignore[attr-defined]
-
-
 def run(
     folder: Path, name: str, steps: int = 6, task: str = "recommender", drifts: bool = False, **keys: Any
 ) -> dict[str, Any]:
-    """One attempt of a run; in keys of the run file, __ stands for the dot."""
-    watcher = Watcher()
-    base = {
-        "name": name,
+    """One attempt of a run."""
+    base: dict[str, Any] = {
         "task": f"{table_tasks.__file__}:{task}",
-        "run_dir": folder / name,
-        "train.steps": steps,
-        "train.global_batch": 11,
-        "train.accumulate": 2,
-        "train.clip_norm": 0.05,
-        "train.ema_decay": 0.9,
-        "parallel.shard": "tables",
-        "reduce.kind": "mpi" if EVERYONE.size > 1 else "auto",
-        "reduce.verify_every_steps": 1,
-        "monitor.enabled": "false",
-        "checkpoint.interval": "none",
-        "checkpoint.keep_last": 9,
-        "track.every_steps": 100,
+        "train__steps": steps,
+        "train__global_batch": 11,
+        "train__accumulate": 2,
+        "train__clip_norm": 0.05,
+        "train__ema_decay": 0.9,
+        "parallel__shard": "tables",
+        "reduce__kind": "mpi" if EVERYONE.size > 1 else "auto",
+        "reduce__verify_every_steps": 1,
+        "checkpoint__keep_last": 9,
     }
-    given = base | {key.replace("__", "."): value for key, value in keys.items()}
-    words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
-    try:
-        summary = fit(load_config(None, words), hooks=[Drift(), watcher] if drifts else [watcher])
-    except HpctrainError as error:
-        return {"error": str(error)}
-    return {
-        "losses": watcher.losses,
-        "held": watcher.held,
-        "hashes": watcher.hashes,
-        "reducer": watcher.reducer,
-        "summed": watcher.summed,
-        "metrics": dict(summary.metrics),
-    }
+    drift = [plan_runs.Drift(lambda model: model.deep[0].bias)] if drifts else []
+    return plan_runs.train(folder, name, Parts(), drift, **base | keys)
 
 
 FEW = {"train__global_batch": 7, "train__accumulate": 3}
@@ -143,7 +113,7 @@ def four(folder: Path) -> dict[str, Any]:
         "unmarked": run(folder, "unmarked", task="unmarked"),
         "penalised": run(folder, "penalised", task="penalised"),
     }
-    assert main(["predict", str(folder / "adamw-4" / "run.yaml")]) == 0
+    plan_runs.predict(folder, "adamw-4")
     for step, shard in enumerate(("tables", "none", "tables", "optimizer"), start=2):
         found[f"chain-{step}"] = run(folder, "chain", step, parallel__shard=shard)
     return found
@@ -156,7 +126,7 @@ def two(folder: Path) -> dict[str, Any]:
 
 def last(folder: Path) -> dict[str, Any]:
     """One process continues a run of two ranks."""
-    assert main(["predict", str(folder / "adamw-1" / "run.yaml")]) == 0
+    plan_runs.predict(folder, "adamw-1")
     return {"chain-7": run(folder, "chain", 7), "adamw-1-7": run(folder, "adamw-1", 7)}
 
 

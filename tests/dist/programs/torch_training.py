@@ -49,6 +49,7 @@ from tests.tasks.torch_tasks import (
 )
 
 STEPS = 50
+MEASURED = {"kind": "auto"}
 GLOO = "gloo-overlap"
 """What reduce.kind: nccl is on CPUs."""
 
@@ -95,11 +96,9 @@ def watched_once(world: World) -> dict[str, Any]:
 def frozen(world: World) -> dict[str, Any]:
     """Differences of weights from those of one process, by reducer, if a layer is frozen at times."""
     wanted = freeze_and_thaw(make_framework(alone(), optimizer=decaying))
-    ways = ("auto", "mpi-overlap", "horovod-flat", GLOO)
-    found = {
-        way: freeze_and_thaw(make_framework(world, optimizer=decaying, way=None if way == "auto" else way))
-        for way in ways
-    }
+    ways: dict[str, dict[str, Any]] = {way: {"way": way} for way in ("mpi-overlap", "horovod-flat", GLOO)}
+    ways["auto"] = {"reduce": MEASURED}
+    found = {name: freeze_and_thaw(make_framework(world, optimizer=decaying, **way)) for name, way in ways.items()}
     own = {way: float(np.abs(weights - wanted).max()) for way, weights in found.items()}
     return {"differences": world.data.allgather(own, "compare")}
 
@@ -234,7 +233,9 @@ def joined(world: World) -> dict[str, Any]:
     found["evaluated"] = world.data.allgather([framework.evaluate(part) for part in parts], "evaluate")
     found["placed"] = {tensor.name: tensor.placement.value for tensor in framework.state()}
     framework.close()
-    pieces = make_framework(world, **{**settings, "way": None})  # measured on a batch of uneven micro-batches
+    pieces = make_framework(
+        world, **{**settings, "way": None}, reduce=MEASURED
+    )  # measured on a batch of uneven micro-batches
     batch = {name: array[:7] for name, array in next(global_batches(1)).items()}
     pieces.step(cut(batch, world.rank, world.size, 2), 7)
     found["uneven"] = outcome(pieces, [])["hashes"]
@@ -427,7 +428,7 @@ WAYS = ("mpi-node", "mpi-flat", "mpi-overlap", "horovod-flat", "horovod-overlap"
 
 SCENARIOS: dict[str, Callable[[World], dict[str, Any]]] = {
     "spectral": spectral,
-    "auto": trained,
+    "auto": lambda world: trained(world, reduce=MEASURED),
     "mpi": lambda world: trained(world, reduce={"kind": "mpi"}),
     "horovod": lambda world: trained(world, reduce={"kind": "horovod"}),
     "nccl": lambda world: trained(world, reduce={"kind": "nccl"}),
