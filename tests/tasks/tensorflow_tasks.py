@@ -9,48 +9,27 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers, ops
-from numpy.typing import NDArray
 
 from hpctrain.backends.tensorflow.keras_framework import KerasFramework
 from hpctrain.backends.tensorflow.runtime import begin_task
 from hpctrain.backends.tensorflow.task.keras_opening import open_keras
 from hpctrain.comm.world import World
 from hpctrain.config.sections import Config, ParallelConfig, ReduceConfig, TrainConfig
-from hpctrain.data.order import part_of
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.clock import IntervalClock
-
-Batch = dict[str, NDArray[Any]]
-SAMPLES = 183
-GLOBAL_BATCH = 30
-"""The last batch of an epoch has 3 samples: the last of 4 ranks gets none."""
+from tests.tasks import points
+from tests.tasks.points import GLOBAL_BATCH, Batch, cut
 
 
 def samples() -> Batch:
-    """Fixed samples: float32 points, int64 classes and float32 weights."""
-    random = np.random.default_rng(5)
-    points = random.normal(size=(SAMPLES, 12)).astype(np.float32)
-    weights = random.integers(0, 4, SAMPLES).astype(np.float32)
-    return {"x": points, "y": (points[:, :3].argmax(1)).astype(np.int64), "w": weights}
+    """Fixed samples, without words."""
+    return {name: array for name, array in points.samples().items() if name != "words"}
 
 
 def global_batches(count: int) -> Iterator[Batch]:
-    """Global batches in order, epoch after epoch."""
-    everything = samples()
-    starts = [*range(0, SAMPLES, GLOBAL_BATCH)]
-    for step in range(count):
-        begin = starts[step % len(starts)]
-        yield {name: array[begin : begin + GLOBAL_BATCH] for name, array in everything.items()}
-
-
-def cut(batch: Batch, rank: int, size: int, accumulate: int = 1) -> list[Batch]:
-    """A rank's micro-batches of a global batch."""
-    part = part_of(len(batch["x"]), rank, size)
-    mine = {name: array[part] for name, array in batch.items()}
-    count = len(mine["x"])
-    pieces = [part_of(count, piece, accumulate) for piece in range(min(accumulate, count))]
-    return [{name: array[piece] for name, array in mine.items()} for piece in pieces]
+    """Global batches of these samples."""
+    return points.in_batches(samples(), count)
 
 
 def plain_model() -> keras.Model:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +12,9 @@ import tensorflow as tf
 
 from hpctrain import Selected
 from hpctrain.backends.tensorflow.keras_framework import KerasFramework
-from hpctrain.comm.world import World, connect
-from hpctrain.train.evaluation import evaluate
-from hpctrain.train.framework import NonFiniteLoss
+from hpctrain.comm.world import World
 from hpctrain.train.stateful import value_of
+from tests.support import scenarios
 from tests.support.choices import NoExchange
 from tests.tasks.tensorflow_tasks import (
     cut,
@@ -58,36 +56,17 @@ def sabotaged(world: World) -> dict[str, Any]:
 
 
 def not_finite(world: World) -> dict[str, Any]:
-    """Training with a NaN in one sample of the second batch, on the last rank."""
+    """A NaN in one sample of the second batch, on the last rank."""
     framework = make_framework(world)
     train(framework, 1)
-    batch = next(global_batches(1))
-    batch["x"] = batch["x"].copy()
-    batch["x"][-1, 0] = np.nan
-    before = framework.weights_hash()
-    try:
-        framework.step(cut(batch, world.rank, world.size), 30)
-        said = None
-    except NonFiniteLoss as error:
-        said = error.ranks
-    unchanged = framework.weights_hash() == before
-    return {
-        "ranks": framework.group.allgather(said, "say it"),
-        "unchanged": framework.group.allgather(unchanged, "say it"),
-    }
+    return scenarios.not_finite(framework, world.data, next(global_batches(1)), cut)
 
 
 def evaluated(world: World) -> dict[str, Any]:
-    """Validation sums over the ranks' parts, and predictions in order."""
+    """Evaluation and prediction with averages of the weights."""
     framework = make_framework(world, ema_decay=0.9)
     train(framework, 3)
-    parts = cut(samples(), world.rank, world.size)
-    found = [framework.evaluate(part) for part in parts]
-    outputs = [framework.predict(part)["output"].sum(1).tolist() for part in parts]
-    return {
-        "sums": framework.group.allgather(found, "evaluate"),
-        "outputs": [row for rank in framework.group.allgather(outputs, "predict") for part in rank for row in part],
-    }
+    return scenarios.evaluated(framework, world.data, samples(), cut)
 
 
 def judged(world: World) -> dict[str, Any]:
@@ -102,18 +81,7 @@ def judged(world: World) -> dict[str, Any]:
         "iou": Selected(keras.metrics.MeanIoU(3), lambda outputs, batch: (tf.argmax(outputs, 1), batch["y"])),
         "precision": Selected(keras.metrics.Precision(), lambda *given: (*one_hot(*given), given[1]["w"][:, None])),
     }
-    framework = make_framework(world, metrics=metrics)
-    batches = [batch for part in cut(samples(), world.rank, world.size) for batch in cut(part, 0, 1, accumulate=7)]
-    found = evaluate(framework, {"dev": batches, "hard": batches[:1]}, world.data)
-    outputs = [framework.predict(batch)["output"].tolist() for batch in batches]
-    framework.close()
-    return {
-        "metrics": world.data.allgather(dict(found.metrics), "evaluate"),
-        "figures": sorted(found.figures),
-        "classes": samples()["y"].tolist(),
-        "weights": samples()["w"].tolist(),
-        "outputs": [row for rank in world.data.allgather(outputs, "predict") for part in rank for row in part],
-    }
+    return scenarios.judged(make_framework(world, metrics=metrics), world.data, samples(), cut)
 
 
 SPARSE_OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
@@ -219,13 +187,5 @@ SCENARIOS: dict[str, Callable[[World], dict[str, Any]]] = {
 }
 
 
-def main() -> None:
-    """Run the scenarios that the command line names."""
-    world = connect()
-    results = {name: SCENARIOS[name](world) for name in sys.argv[1:]}
-    if world.rank == 0:
-        print(json.dumps(results))
-
-
 if __name__ == "__main__":
-    main()
+    scenarios.main(SCENARIOS, sys.argv[1:])

@@ -6,10 +6,7 @@ torch_fully_sharded.py FOLDER [SCENARIO ...]
 from __future__ import annotations
 
 import functools
-import json
 import sys
-import time
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -31,13 +28,13 @@ from hpctrain.backends.torch.strategies.fsdp.sharded_model import FullySharded
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.verify import verify_checkpoint
 from hpctrain.comm.group import Group
-from hpctrain.comm.world import World, alone, connect, from_communicator
+from hpctrain.comm.world import World, alone, from_communicator
 from hpctrain.config.sections import ParallelConfig
 from hpctrain.errors import RunFailed
 from hpctrain.train.clock import NO_CLOCK, Waiting
 from hpctrain.train.state import StateTensor
 from hpctrain.train.stateful import value_of
-from tests.support import plan_runs
+from tests.support import plan_runs, scenarios
 from tests.support.attempts import attempt, furthest, whole_state
 from tests.support.plan_runs import Watcher
 from tests.tasks import tensor_tasks, torch_sharded
@@ -520,22 +517,6 @@ SCENARIOS: dict[str, Callable[[World, Path], dict[str, Any]]] = {
 }
 
 
-def main() -> None:
-    """Run the scenarios; rank 0 prints."""
-    torch.set_num_threads(1)
-    world = connect()
-    found = {}
-    for name in sys.argv[2:] or SCENARIOS:
-        begin = time.perf_counter()
-        found[name] = SCENARIOS[name](world, Path(sys.argv[1]))
-        print(f"{name}: {time.perf_counter() - begin:.1f} s", file=sys.stderr)
-    if world.rank == 0:
-        print(json.dumps(found))
-
-
 if __name__ == "__main__":
-    try:
-        main()
-    except BaseException:
-        traceback.print_exc()
-        connect().everyone.comm.Abort(1)  # type: ignore[union-attr]
+    torch.set_num_threads(1)
+    scenarios.main(SCENARIOS, sys.argv[2:], Path(sys.argv[1]))

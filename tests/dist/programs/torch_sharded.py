@@ -6,11 +6,8 @@ torch_sharded.py <folder> <parallel.shard>[:<reduce.kind>] <scenario> ...
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 import sys
-import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,12 +18,13 @@ from torch import nn
 
 from hpctrain.backends.torch.strategies import sharded_exchange
 from hpctrain.backends.torch.strategies.sharded_exchange import MpiSharded, ShardedExchange, open_sharded_exchange
-from hpctrain.comm.world import World, alone, connect, from_communicator
+from hpctrain.comm.world import World, alone, from_communicator
 from hpctrain.config.sections import ParallelConfig
 from hpctrain.errors import UserError
 from hpctrain.reduce.flat_layout import SLOTS, SQUARE
 from hpctrain.system import shared_memory
 from hpctrain.train.stateful import value_of
+from tests.support import scenarios
 from tests.support.attempts import attempt, furthest
 from tests.tasks import torch_own_steps as own
 from tests.tasks import torch_sharded
@@ -318,40 +316,22 @@ def resumed(world: World, folder: Path) -> dict[str, Any]:
 SCENARIOS: dict[str, Callable[[World, Path], dict[str, Any]]] = {
     each.__name__: each
     for each in (
-        *(
-            optimizers,
-            messages,
-            exchanges,
-            bits,
-            overflow,
-            uneven,
-            own_steps,
-            replaced,
-            frozen,
-            grown,
-            unknown,
-            resumed,
-        ),
+        optimizers,
+        messages,
+        exchanges,
+        bits,
+        overflow,
+        uneven,
+        own_steps,
+        replaced,
+        frozen,
+        grown,
+        unknown,
+        resumed,
     )
 }
 
 
-def main() -> None:
-    """Run the scenarios; rank 0 prints."""
-    torch.set_num_threads(1)
-    world = connect()
-    found = {}
-    for name in sys.argv[3:]:
-        begin = time.perf_counter()
-        found[name] = SCENARIOS[name](world, Path(sys.argv[1]))
-        print(f"{name}: {time.perf_counter() - begin:.1f} s", file=sys.stderr)
-    if world.rank == 0:
-        print(json.dumps(found))
-
-
 if __name__ == "__main__":
-    try:
-        main()
-    except BaseException:
-        traceback.print_exc()
-        connect().everyone.comm.Abort(1)  # type: ignore[union-attr]
+    torch.set_num_threads(1)
+    scenarios.main(SCENARIOS, sys.argv[3:], Path(sys.argv[1]))

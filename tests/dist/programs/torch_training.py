@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
-import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,14 +14,13 @@ from torchmetrics.classification import BinaryAUROC, MulticlassConfusionMatrix, 
 
 from hpctrain import Selected
 from hpctrain.backends.torch.torch_framework import TorchFramework
-from hpctrain.comm.world import World, alone, connect
+from hpctrain.comm.world import World, alone
 from hpctrain.config.sections import ParallelConfig
 from hpctrain.errors import UserError
 from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
 from hpctrain.tasks.definition import TorchTask
-from hpctrain.train.evaluation import evaluate
-from hpctrain.train.framework import NonFiniteLoss
 from hpctrain.train.state import Placement
+from tests.support import scenarios
 from tests.support.choices import NoExchange
 from tests.tasks import torch_own_steps as own
 from tests.tasks.torch_metrics import Hits, Median
@@ -113,32 +110,14 @@ def not_finite(world: World, way: str = "mpi-overlap") -> dict[str, Any]:
     """A NaN in one sample of the third batch, on the last rank; other sums are in flight when the loss shows it."""
     framework = make_framework(world, way=way)
     train(framework, 2)
-    batch = next(global_batches(1))
-    batch["x"] = batch["x"].copy()
-    batch["x"][-1, 0] = np.nan
-    before = framework.weights_hash()
-    try:
-        framework.step(cut(batch, world.rank, world.size), 30)
-        said = None
-    except NonFiniteLoss as error:
-        said = error.ranks
-    same = framework.weights_hash() == before
-    framework.close()
-    return {"ranks": world.data.allgather(said, "say it"), "unchanged": world.data.allgather(same, "say it")}
+    return scenarios.not_finite(framework, world.data, next(global_batches(1)), cut)
 
 
 def evaluated(world: World) -> dict[str, Any]:
-    """Validation sums over the ranks' parts, and predictions in order."""
+    """Evaluation and prediction with averages of the weights."""
     framework = make_framework(world, ema_decay=0.9)
     train(framework, 3)
-    parts = cut(samples(), world.rank, world.size)
-    found = [framework.evaluate(part) for part in parts]
-    outputs = [framework.predict(part)["output"].sum(1).tolist() for part in parts]
-    framework.close()
-    return {
-        "sums": world.data.allgather(found, "evaluate"),
-        "outputs": [row for rank in world.data.allgather(outputs, "predict") for part in rank for row in part],
-    }
+    return scenarios.evaluated(framework, world.data, samples(), cut)
 
 
 def judged(world: World) -> dict[str, Any]:
@@ -150,18 +129,7 @@ def judged(world: World) -> dict[str, Any]:
         "hits": Selected(Hits(), lambda outputs, batch: (outputs, batch["y"])),
         "median": Selected(Median(), lambda outputs, batch: (outputs, batch["y"])),
     }
-    framework = make_framework(world, metrics=metrics)
-    batches = [batch for part in cut(samples(), world.rank, world.size) for batch in cut(part, 0, 1, accumulate=7)]
-    found = evaluate(framework, {"dev": batches, "hard": batches[:1]}, world.data)
-    outputs = [framework.predict(batch)["output"].tolist() for batch in batches]
-    framework.close()
-    return {
-        "metrics": world.data.allgather(dict(found.metrics), "evaluate"),
-        "figures": sorted(found.figures),
-        "classes": samples()["y"].tolist(),
-        "weights": samples()["w"].tolist(),
-        "outputs": [row for rank in world.data.allgather(outputs, "predict") for part in rank for row in part],
-    }
+    return scenarios.judged(make_framework(world, metrics=metrics), world.data, samples(), cut)
 
 
 def noises(world: World) -> dict[str, Any]:
@@ -481,22 +449,6 @@ SCENARIOS: dict[str, Callable[[World], dict[str, Any]]] = {
 }
 
 
-def main() -> None:
-    """Run the scenarios that the command line names."""
-    torch.set_num_threads(1)
-    world = connect()
-    results = {name: SCENARIOS[name](world) for name in sys.argv[1:]}
-    if world.rank == 0:
-        print(json.dumps(results))
-
-
 if __name__ == "__main__":
-    try:
-        main()
-    except Exception:  # otherwise the other ranks would wait for this one forever
-        traceback.print_exc()
-        if "mpi4py" in sys.modules:
-            from mpi4py import MPI
-
-            MPI.COMM_WORLD.Abort(1)
-        raise
+    torch.set_num_threads(1)
+    scenarios.main(SCENARIOS, sys.argv[1:])
