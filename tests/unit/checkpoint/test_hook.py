@@ -6,7 +6,7 @@ import dataclasses
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -28,17 +28,16 @@ from hpctrain.errors import NoRequeue, Replaced, RunFailed, UserError
 from hpctrain.run.attempts import Attempt
 from hpctrain.run.events import CheckpointFailed, Event
 from hpctrain.train.clock import IntervalClock, Phase
-from hpctrain.train.framework import Facts
 from hpctrain.train.hooks import BaseHook, Hook, StopReason
 from hpctrain.train.loop import Trainer
 from hpctrain.train.schedule import Duration
 from hpctrain.train.state import ArrayTensor, TrainState
 from hpctrain.train.stateful import Kept, PerRank, kept_state
-from hpctrain.train.tree import HostLeaves
+from tests.support.fake_framework import FakeFramework
 from tests.support.mpi import PATIENCE_S
 
 
-class Counter:
+class Counter(FakeFramework):
     """A weight that counts steps, and a loss that it is told."""
 
     def __init__(self, losses: Mapping[int, float] | None = None, spoiled_at: float = math.inf) -> None:
@@ -46,43 +45,19 @@ class Counter:
         self.spoiled_at = spoiled_at
         self.losses = losses or {}
 
-    def set_learning_rate(self, factor: float) -> None: ...
-
     def step(self, micro_batches: Sequence[Any], global_samples: int) -> Any:
         self.weight += 1
         if self.weight[0] >= self.spoiled_at:
             self.weight[1] = math.nan
 
-    meters: Mapping[str, Any] = {}
-    sync_group = None
-
     def evaluate(self, batch: Any, meters: Any = ()) -> dict[str, tuple[float, float]]:
         return {"loss": (self.losses.get(int(self.weight[0]), 1.0), 1.0)}
-
-    def kept_random_state(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def merged_buffers(self, group: Any) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def state(self) -> list[ArrayTensor]:
         return [ArrayTensor("model/weight", self.weight, is_trained=True)]
 
     def load(self, arrays: Mapping[str, Any]) -> None:
         self.weight[...] = arrays["model/weight"]
-
-    facts = Facts("numpy", HostLeaves(), 0)
-
-    @property
-    def host(self) -> Any:
-        return self
-
-    def staging(self, num_bytes: int, given: np.ndarray | None = None) -> np.ndarray:
-        return np.zeros(num_bytes, np.uint8) if given is None else given
-
-    def synchronize(self) -> None: ...
-
-    def reseed(self, step: int) -> None: ...
 
 
 class Interrupt(BaseHook):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,24 +16,20 @@ from hpctrain.data.formats.sources import open_dataset
 from hpctrain.data.pipeline import ValidationData
 from hpctrain.errors import UserError
 from hpctrain.rank.predictions import write_predictions
+from tests.support.fake_framework import FakeFramework
 
 SAMPLES = 10
 Outputs = Callable[[NDArray[Any]], NDArray[Any]]
 
 
-class Model:
+class Model(FakeFramework):
     """Predicts by a function of x."""
 
     def __init__(self, outputs: Outputs) -> None:
         self.outputs = outputs
 
-    sync_group = None
-
     def predict(self, batch: Any) -> dict[str, NDArray[Any]]:
         return {"output": self.outputs(batch["x"])}
-
-    def merged_buffers(self, group: Group) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
 
 def predict(outputs: Outputs, path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,14 +15,14 @@ from hpctrain.data.order import Order
 from hpctrain.data.pipeline import TrainingData, ValidationData
 from hpctrain.errors import ExitCode, NoRequeue, UserError
 from hpctrain.train.clock import IntervalClock, Phase
-from hpctrain.train.framework import Facts, HostBatch, NonFiniteLoss, StepResult, Sums
+from hpctrain.train.framework import HostBatch, NonFiniteLoss, StepResult, Sums
 from hpctrain.train.hooks import BaseHook, Hook, StopReason
 from hpctrain.train.loop import Trainer
 from hpctrain.train.metrics import Meter
 from hpctrain.train.schedule import duration_of, global_batch
 from hpctrain.train.state import ArrayTensor, StateTensor, TrainState
-from hpctrain.train.tree import HostLeaves
 from hpctrain.train.watchers import EarlyStop, Plateau, improves
+from tests.support.fake_framework import FakeFramework
 
 
 class Result:
@@ -36,11 +35,8 @@ class Result:
         return {"loss": self.pair}
 
 
-class LeastSquares:
+class LeastSquares(FakeFramework):
     """y = x w, by gradient descent."""
-
-    sync_group = None
-    facts = Facts("numpy", HostLeaves(), 12, "none")
 
     def __init__(self) -> None:
         self.weights = np.zeros(3)
@@ -62,8 +58,6 @@ class LeastSquares:
         self.weights -= 0.5 * self.factor * gradient
         return Result(loss, global_samples)
 
-    meters: Mapping[str, Meter] = {}
-
     def evaluate(self, batch: HostBatch, meters: Iterable[Meter] = ()) -> Sums:
         error = batch["x"] @ self.weights - batch["y"]
         return {"loss": (float(error @ error), len(error))}
@@ -71,31 +65,11 @@ class LeastSquares:
     def predict(self, batch: HostBatch) -> dict[str, np.ndarray[Any, Any]]:
         return {"output": batch["x"] @ self.weights}
 
-    def state(self) -> Sequence[StateTensor]:
-        return []
-
     def load(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
         self.weights = arrays["weights"]
 
-    @property
-    def host(self) -> Any:
-        return self
-
-    def staging(self, num_bytes: int, given: np.ndarray | None = None) -> np.ndarray:
-        return np.zeros(num_bytes, np.uint8) if given is None else given
-
-    def synchronize(self) -> None: ...
-
-    def kept_random_state(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def merged_buffers(self, group: Any) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
     def weights_hash(self) -> str:
         return self.weights.tobytes().hex()
-
-    def close(self) -> None: ...
 
 
 class Recorder(BaseHook):
