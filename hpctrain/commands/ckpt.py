@@ -11,15 +11,28 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from hpctrain.checkpoint.export import (
+    Selection,
+    export_folder,
+    export_safetensors,
+    export_state_dict,
+    model_weights,
+)
+from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
+from hpctrain.checkpoint.format.strict_json import JsonReader
+from hpctrain.checkpoint.inspect import everything, summary_tree, tensor_differences, tensor_summaries
+from hpctrain.checkpoint.mirror import locate
+from hpctrain.checkpoint.reading import Loaded
+from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.checkpoint.verify import verify_checkpoint
 from hpctrain.errors import ExitCode, UserError
 from hpctrain.run.resolve_run import step
 from hpctrain.system import foreign_text
 from hpctrain.system.quantities import size
 
 if TYPE_CHECKING:
-    from hpctrain.checkpoint.export import Selection
-    from hpctrain.checkpoint.reading import Loaded
-    from hpctrain.checkpoint.store import CheckpointStore
     from hpctrain.data.dataset import Dataset
     from hpctrain.data.samples import Recipe
     from hpctrain.data.stream import Stream
@@ -70,7 +83,6 @@ def run(args: argparse.Namespace) -> int:
 
 def ls(args: argparse.Namespace) -> int:
     """Lists checkpoints by their manifests."""
-    from hpctrain.checkpoint.mirror import locate
 
     store, only = locate(args.path)
     rows = [describe(store, step) for step in store.steps() if only in (None, step)]
@@ -82,7 +94,6 @@ def ls(args: argparse.Namespace) -> int:
 
 def describe(store: CheckpointStore, step: int) -> dict[str, Any]:
     """Returns one row of ``ls``."""
-    from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
 
     row: dict[str, Any] = {"step": step, "path": store.where(step)}
     try:
@@ -115,8 +126,6 @@ def local_time(seconds: Any) -> str:
 
 def verify(args: argparse.Namespace) -> int:
     """Reads all data and compares checksums."""
-    from hpctrain.checkpoint.mirror import locate
-    from hpctrain.checkpoint.verify import verify_checkpoint
 
     store, only = locate(args.path, args.step)
     verdicts = [verify_checkpoint(store, step) for step in store.steps() if only in (None, step)]
@@ -127,7 +136,6 @@ def verify(args: argparse.Namespace) -> int:
 
 def inspect(args: argparse.Namespace) -> int:
     """Shows the tensors of a checkpoint as a tree."""
-    from hpctrain.checkpoint.inspect import summary_tree, tensor_summaries
 
     with opened(args.path, args.step) as loaded:
         found = tensor_summaries(loaded, args.name)
@@ -141,7 +149,6 @@ def inspect(args: argparse.Namespace) -> int:
 
 def diff(args: argparse.Namespace) -> int:
     """Compares two checkpoints."""
-    from hpctrain.checkpoint.inspect import everything, tensor_differences
 
     with opened(args.first) as first, opened(args.second) as second:
         found = tensor_differences(first, second)
@@ -157,7 +164,6 @@ def diff(args: argparse.Namespace) -> int:
 
 def export(args: argparse.Namespace) -> int:
     """Writes weights in another format."""
-    from hpctrain.checkpoint.export import export_folder, export_safetensors, export_state_dict
 
     output, selection = Path(args.output), selection_of(args)
     if not args.like and not args.output.endswith(SUFFIXES):
@@ -184,7 +190,6 @@ def export(args: argparse.Namespace) -> int:
 
 def selection_of(args: argparse.Namespace) -> Selection:
     """Combines the options of ``export``. Raises UserError."""
-    from hpctrain.checkpoint.export import Selection
 
     pairs = [pair.partition("=") for pair in args.rename]
     if any(not equals for _, equals, _ in pairs):
@@ -199,9 +204,6 @@ def selection_of(args: argparse.Namespace) -> Selection:
 
 def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> None:
     """Exports through the model of the run's task: Keras files number layers in the model's order."""
-    import numpy as np
-
-    from hpctrain.checkpoint.export import Selection, model_weights
     from hpctrain.rank.problem import examples_of, make_weights
     from hpctrain.system.files import replace_whole
     from hpctrain.tasks.definition import KerasTask
@@ -229,9 +231,6 @@ def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> Non
 
 def export_graph_of(loaded: Loaded, output: Path, selection: Selection) -> None:
     """Exports the forward pass of a torch task with the weights in it."""
-    import numpy as np
-
-    from hpctrain.checkpoint.export import Selection, export_state_dict
     from hpctrain.data.order import first_draw
     from hpctrain.data.samples import make_batch
     from hpctrain.rank.problem import examples_of
@@ -258,7 +257,6 @@ def saved_task(loaded: Loaded) -> tuple[Task, Dataset | Stream, Recipe]:
 
     Raises UserError if the checkpoint does not name it, or the task cannot be made.
     """
-    from hpctrain.checkpoint.format.strict_json import JsonReader
     from hpctrain.comm.world import alone
     from hpctrain.rank.problem import open_training_data, seed_task, with_input
     from hpctrain.tasks.load_task import load_task
@@ -280,7 +278,6 @@ def saved_task(loaded: Loaded) -> tuple[Task, Dataset | Stream, Recipe]:
 
 def opened(path: str, step: int | str | None = None) -> AbstractContextManager[Loaded]:
     """Opens the checkpoint that the user names; if the newest is damaged, no older one takes its place."""
-    from hpctrain.checkpoint.mirror import locate
 
     store, found = locate(path, step)
     return store.opened(store.steps()[-1] if found is None else found)

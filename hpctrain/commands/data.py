@@ -10,18 +10,18 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hpctrain.data.packing.read import NAMES
+import numpy as np
+
+from hpctrain.data.packing.pack_source import PackSource, parse_fields
+from hpctrain.data.packing.read import NAMES, TABLES, kind_of, open_source
+from hpctrain.data.packing.resumable_file import ALONE, PATIENCE_S, Ranks
+from hpctrain.data.packing.text import TextForm, files_of, open_tokenizer, text_source
+from hpctrain.data.packing.write import prepare, write_hdf5
 from hpctrain.errors import ExitCode, UserError
 from hpctrain.system import foreign_text
 from hpctrain.system.quantities import positive, size
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from hpctrain.data.packing.pack_source import PackSource
-    from hpctrain.data.packing.resumable_file import Ranks
 
 MOST_CHARACTERS = 80
 """Maximum length of a note that ``info`` shows."""
@@ -109,7 +109,6 @@ def run(args: argparse.Namespace) -> int:
 def run_pack(args: argparse.Namespace) -> int:
     """Makes a file, with the other ranks if a launcher has started some."""
     from hpctrain.comm.world import LAUNCHED
-    from hpctrain.data.packing.resumable_file import ALONE
 
     if not any(os.environ.get(name) for name in LAUNCHED):
         return pack(args, ALONE)
@@ -125,9 +124,6 @@ def run_pack(args: argparse.Namespace) -> int:
 
 def pack(args: argparse.Namespace, ranks: Ranks) -> int:
     """Packs a file. Ranks divide tables among them; other kinds are packed by rank 0. Collective."""
-    from hpctrain.data.packing.read import TABLES, kind_of
-    from hpctrain.data.packing.resumable_file import ALONE, PATIENCE_S
-    from hpctrain.data.packing.write import write_hdf5
 
     there = [one for one in (args.output, *args.sources) if os.path.exists(one)]
     if args.output in there and any(os.path.samefile(args.output, one) for one in there[1:]):
@@ -162,10 +158,6 @@ def show_packed(args: argparse.Namespace, source: PackSource, dtypes: Mapping[st
 @contextlib.contextmanager
 def opened_source(args: argparse.Namespace, ranks: Ranks) -> Iterator[PackSource]:
     """Opens the data to pack."""
-    from hpctrain.data.packing.pack_source import parse_fields
-    from hpctrain.data.packing.read import kind_of, open_source
-    from hpctrain.data.packing.text import TextForm, files_of, open_tokenizer, text_source
-    from hpctrain.data.packing.write import prepare
 
     kind = kind_of(args.sources, args.kind)
     of_text = {"context": args.context, "tokenizer": args.tokenizer, "end-of-text": args.end_of_text}
@@ -254,8 +246,6 @@ def parse_size(text: str | None) -> tuple[int, int] | None:
 
 def parse_dtypes(texts: Sequence[str], source: PackSource) -> dict[str, np.dtype[Any]]:
     """Returns the dtype of each array that ``--dtype`` changes."""
-    import numpy as np
-
     chosen: dict[str, np.dtype[Any]] = {}
     for text in texts:
         name, _, dtype_name = text.rpartition("=")

@@ -74,8 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns an exit code."""
-    functions = {"render": render, "submit": submit, "resume": submit, "status": status, "logs": logs}
-    return (functions | {"stop": stop, "cancel": cancel, "nodes": nodes})[args.command](args)
+    functions = (render, submit, status, logs, stop, cancel, nodes)
+    return ({each.__name__: each for each in functions} | {"resume": submit})[args.command](args)
 
 
 def render(args: argparse.Namespace) -> int:

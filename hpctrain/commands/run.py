@@ -9,13 +9,15 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from hpctrain.config.loading import add_run_file, load
 from hpctrain.errors import ExitCode, UserError
-
-if TYPE_CHECKING:
-    from hpctrain.launch.engines.local import RunRequest
-    from hpctrain.run.verdict import RunVerdict
+from hpctrain.launch.engines.local import RunRequest
+from hpctrain.launch.supervisor import report
+from hpctrain.run.folder import RunDir
+from hpctrain.run.rank_environment import JOB
+from hpctrain.run.verdict import Action, RunVerdict
+from hpctrain.system.output import say
 
 PROGRAM = "hpctrain {command} -- PROGRAM ...: any program, without a run file; --name NAME names the run"
 
@@ -31,8 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
         parser.epilog = "Start it on each node of a run with launch.engine: runners; it ends with the run."
         return
-    from hpctrain.config.loading import add_run_file
-
     if parser.get_default("command") == "run":
         default = "by default launch.ranks_per_node, else the tasks of a Slurm job, else 1"
         parser.add_argument("-n", "--ranks", type=rank_count, default=None, help=f"ranks to start; {default}")
@@ -75,13 +75,6 @@ def serve(args: argparse.Namespace) -> int:
 
 def run_here(args: argparse.Namespace) -> int:
     """Runs ranks on this machine, or on those that the run file names."""
-    from hpctrain.config.loading import load
-    from hpctrain.launch.engines.local import RunRequest
-    from hpctrain.launch.supervisor import report
-    from hpctrain.run.folder import RunDir
-    from hpctrain.run.rank_environment import JOB
-    from hpctrain.run.verdict import Action
-    from hpctrain.system.output import say
 
     config = load(args.run_file or None, with_program(args, args.run_file), say)
     words = [*([str(args.run_file)] if args.run_file else []), *args.overrides]

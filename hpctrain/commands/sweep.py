@@ -8,7 +8,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hpctrain.commands.run import start
+from hpctrain.config.loading import dump
 from hpctrain.errors import ExitCode, UserError
+from hpctrain.launch.engines.local import RunRequest
+from hpctrain.launch.supervisor import report
 from hpctrain.launch.sweep import Point, combinations, points_of
 from hpctrain.run import resolve_run
 from hpctrain.run.folder import RunDir
@@ -66,11 +70,6 @@ def run(args: argparse.Namespace) -> int:
 
 def run_here(args: argparse.Namespace, points: Sequence[Point]) -> int:
     """Runs them one after the other; a failure does not end the others, unless the first cannot start at all."""
-    from hpctrain.commands.run import start
-    from hpctrain.config.loading import dump
-    from hpctrain.launch.engines.local import RunRequest
-    from hpctrain.launch.supervisor import report
-
     codes: list[int] = []
     for number, point in enumerate(points, 1):
         say(f"run {number} of {len(points)}: {point.label} ({point.run.path})")

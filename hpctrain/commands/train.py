@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.config.loading import add_run_file, dump, load
+from hpctrain.errors import UserError
+from hpctrain.rank.session import RankResult, Session, run_rank
+from hpctrain.run.folder import RunDir
 from hpctrain.run.resolve_run import configured, step
 from hpctrain.system import foreign_text
 from hpctrain.system.output import say
+from hpctrain.train.hooks import StopReason
 
 if TYPE_CHECKING:
     from hpctrain.config.sections import Config
     from hpctrain.data.dataset import Dataset
     from hpctrain.rank.problem import Problem
-    from hpctrain.rank.session import RankResult, Session
     from hpctrain.train.framework import Framework
 
 
@@ -47,8 +50,6 @@ def run(args: argparse.Namespace) -> int:
     if args.command == "train" and args.print_config:
         foreign_text.show(dump(load(args.run_file, args.overrides, say)), end="")
         return 0
-    from hpctrain.rank.session import run_rank
-
     body = {"train": train, "evaluate": evaluate, "predict": predict}[args.command]
     return run_rank(lambda session: body(args, session), args.verbose)
 
@@ -56,9 +57,7 @@ def run(args: argparse.Namespace) -> int:
 def train(args: argparse.Namespace, session: Session) -> RankResult:
     """Trains, from the run file to the end of the loop."""
     from hpctrain.rank.fit import train as train_rank
-    from hpctrain.rank.session import RankResult
     from hpctrain.rank.trial import tried
-    from hpctrain.train.hooks import StopReason
 
     alone = session.world.rank == 0 and not session.supervised  # otherwise the supervisor has printed it
     with session.phase("read the run file"):
@@ -73,12 +72,9 @@ def train(args: argparse.Namespace, session: Session) -> RankResult:
 
 def evaluate(args: argparse.Namespace, session: Session) -> RankResult:
     """Computes loss and metrics of a checkpoint over the validation data or ``--data``; rank 0 prints them."""
-    from hpctrain.errors import UserError
     from hpctrain.rank.batches import make_validation_sets
-    from hpctrain.rank.session import RankResult
     from hpctrain.run.figures import as_json
     from hpctrain.train.evaluation import evaluate as evaluate_over_ranks
-    from hpctrain.train.hooks import StopReason
 
     with load_trained(args, session) as (config, framework, problem, step):
         if args.data:
@@ -105,12 +101,8 @@ def evaluate(args: argparse.Namespace, session: Session) -> RankResult:
 
 def predict(args: argparse.Namespace, session: Session) -> RankResult:
     """Writes a checkpoint's outputs for every sample, in stored order, to one HDF5 file."""
-    from hpctrain.errors import UserError
     from hpctrain.rank.batches import make_validation
     from hpctrain.rank.predictions import write_predictions
-    from hpctrain.rank.session import RankResult
-    from hpctrain.run.folder import RunDir
-    from hpctrain.train.hooks import StopReason
 
     with load_trained(args, session) as (config, framework, problem, step):
         with session.phase("open the data to predict over"):

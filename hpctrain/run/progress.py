@@ -130,12 +130,8 @@ class Progress:
     @property
     def total_steps(self) -> int | None:
         """Total number of updates in the run, if known."""
-        known = [
-            event.total_steps
-            for event in (self.newest(events.Train), self.newest(events.RunStarted))
-            if event is not None
-        ]
-        return next((steps for steps in known if steps), None)
+        known = (self.newest(events.Train), self.newest(events.RunStarted))
+        return next((event.total_steps for event in known if event and event.total_steps), None)
 
     @property
     def steps_per_s(self) -> float | None:

@@ -136,11 +136,15 @@ def _supervisor(run_dir: RunDir, fresh: bool) -> Iterator[subprocess.Popen[bytes
 
 def _tell(report: Report | None, view: RunView, seen: int, before: int) -> int:
     """Reports evaluations after offset ``seen``, of attempts above number ``before``; returns the new offset."""
-    events, after = view.events_from(seen, EVENT_BYTES) if report is not None else ([], seen)
-    for event in events:
-        if report is not None and isinstance(event, Eval) and event.attempt > before:
-            report({**event.metrics, "step": event.step})
-    return _tell(report, view, after, before) if after > seen else after
+    while report is not None:
+        events, after = view.events_from(seen, EVENT_BYTES)
+        for event in events:
+            if isinstance(event, Eval) and event.attempt > before:
+                report({**event.metrics, "step": event.step})
+        if after <= seen:
+            return after
+        seen = after
+    return seen
 
 
 def _result(run_dir: RunDir, exit_code: int, verdict: RunVerdict | None) -> RunResult:

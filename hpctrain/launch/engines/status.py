@@ -221,21 +221,17 @@ def lines(statuses: Sequence[RunStatus]) -> list[str]:
         begun = f"attempt {newest.number}" if newest else "no attempt yet"
         text.append("  " + _join([begun, newest.plan if newest else "", step, rate, ahead, saved]))
         text += ["  " + _join(values)] if values else []
-        if ended and ended not in why:
-            text.append(f"  last attempt: {ended}")
-        if account := found.account.text:
-            text.append(f"  goodput: {account}")
-        text += [f"  {event.text}" for event in list(made.sums.recoveries)[-RECOVERIES:]]
-        if made.failing_saves:
-            text.append(f"  NOT SAVED: {made.failing_saves}")
-        if made.store_away:
-            text.append(f"  NOT STORED: {made.store_away}")
-        if status.straggler:
-            text.append(f"  slow: {status.straggler}")
-        if found.stop_requested_by:
-            text.append(f"  asked to stop by {found.stop_requested_by}")
-        if found.left_out:
-            text.append(f"  events: {found.left_out}")
+        facts = [
+            ("last attempt: ", ended if ended and ended not in why else ""),
+            ("goodput: ", found.account.text),
+            *(("", event.text) for event in list(made.sums.recoveries)[-RECOVERIES:]),
+            ("NOT SAVED: ", made.failing_saves),
+            ("NOT STORED: ", made.store_away),
+            ("slow: ", status.straggler),
+            ("asked to stop by ", found.stop_requested_by),
+            ("events: ", found.left_out),
+        ]
+        text += [f"  {head}{fact}" for head, fact in facts if fact]
     return [indent(each) for each in text]
 
 

@@ -23,7 +23,7 @@ from hpctrain.launch.engines.slurm.time_limit import TimeLimit, start_s
 from hpctrain.launch.outage_retry import Stopped
 from hpctrain.launch.supervisor import report, supervise
 from hpctrain.run import live_lock
-from hpctrain.run.attempts import Attempts
+from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR, STAGED
 from hpctrain.run.run_status import ALIVE
@@ -243,7 +243,7 @@ def follow(
 def publish(verdict: RunVerdict, config: Config, run_dir: RunDir, job: Job) -> None:
     """Prints a verdict; also puts it into the job's comment if it could not be printed or stored in the run folder."""
     said = report(verdict, run_dir)
-    _, stored = of_job(run_dir, job)
+    stored = of_job(run_dir, job).verdict
     if not said or stored is None or stored.to_json() != verdict.to_json():
         comment(job, f"{verdict.reason}; fix: {verdict.fix}" if verdict.fix else verdict.reason, config)
 
@@ -257,16 +257,14 @@ def comment(job: Job, text: str, config: Config) -> None:
         say(f"the job's comment cannot be set: {error.what}")
 
 
-def of_job(run_dir: RunDir, job: Job) -> tuple[int | None, RunVerdict | None]:
-    """Returns the number of this job's newest attempt and its verdict, as far as the run folder has them."""
+def of_job(run_dir: RunDir, job: Job) -> Attempt:
+    """Returns this job's newest attempt; one without a number if the run folder has none."""
     try:
         attempts = Attempts(run_dir).all()
     except (HpctrainError, OSError):
-        return None, None
-    mine = (job.id, job.restarts)
-    return next(
-        ((each.number, each.verdict) for each in reversed(attempts) if (each.job, each.restarts) == mine), (None, None)
-    )
+        attempts = []
+    mine = (each for each in reversed(attempts) if (each.job, each.restarts) == (job.id, job.restarts))
+    return next(mine, Attempt())
 
 
 def await_end(parent: int, received: Sequence[int] = ()) -> None:
@@ -283,9 +281,8 @@ def await_end(parent: int, received: Sequence[int] = ()) -> None:
 
 def amend(run_dir: RunDir, job: Job, verdict: RunVerdict) -> None:
     """Replaces the stored verdict on this job's attempt; if that fails, only reports it."""
-    number, _ = of_job(run_dir, job)
     try:
-        if number is not None:
+        if number := of_job(run_dir, job).number:
             Attempts(run_dir).amend(number, verdict)
     except HpctrainError as error:
         say(str(error))
