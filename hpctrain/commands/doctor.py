@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.doctor.check import Check, Status, problem
 from hpctrain.errors import ExitCode, HpctrainError
 from hpctrain.system import foreign_text
 from hpctrain.system.quantities import positive
 
 if TYPE_CHECKING:
     from hpctrain.config.sections import Config
-    from hpctrain.doctor.check import Check
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Checks this machine; returns 64 if there is a problem."""
     from hpctrain.doctor import machine, slurm, software
-    from hpctrain.doctor.check import Status
 
     folder = Path("runs").absolute()
     config: Config | None = None
@@ -59,7 +58,6 @@ def run(args: argparse.Namespace) -> int:
 
 def speeds(ranks: int) -> list[Check]:
     """Measures the links and devices of that many ranks."""
-    from hpctrain.doctor.check import problem
     from hpctrain.doctor.mpi_ranks import speeds as measured
 
     try:
@@ -70,7 +68,6 @@ def speeds(ranks: int) -> list[Check]:
 
 def trial(config: Config) -> Check:
     """Checks whether the task works on one batch."""
-    from hpctrain.doctor.check import Check, problem
     from hpctrain.rank.trial import try_task
 
     try:
@@ -83,7 +80,6 @@ def trial(config: Config) -> Check:
 
 def trial_on_ranks(ranks: int, words: Sequence[str]) -> Check:
     """Checks whether that many ranks of this machine come as far as their first step."""
-    from hpctrain.doctor.check import Check, problem
     from hpctrain.doctor.mpi_ranks import started
 
     topic = f"{ranks} ranks"
@@ -103,7 +99,6 @@ def trial_on_ranks(ranks: int, words: Sequence[str]) -> Check:
 def on_ranks(ranks: int, as_json: bool) -> int:
     """Checks MPI between ranks of this machine: ``hpctrain run -n 2 --doctor``."""
     from hpctrain.doctor import mpi_ranks, software
-    from hpctrain.doctor.check import problem
 
     try:
         found = [*mpi_ranks.findings(ranks), *(speeds(ranks) if software.is_installed("torch") else [])]
@@ -114,7 +109,6 @@ def on_ranks(ranks: int, as_json: bool) -> int:
 
 def show(found: Sequence[Check], as_json: bool) -> int:
     """Prints findings; returns the exit code."""
-    from hpctrain.doctor.check import Status
 
     problems = sum(finding.status is Status.PROBLEM for finding in found)
     if as_json:

@@ -9,17 +9,25 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from hpctrain.backends.torch.strategies.memory_estimate import (
+    Footprint,
+    MemoryEstimate,
+    ParallelLayout,
+    cheapest,
+    footprints,
+)
+from hpctrain.comm.world import undivided
+from hpctrain.config.sections import Config, LaunchConfig
 from hpctrain.errors import ExitCode, UserError
+from hpctrain.rank import plan_check
+from hpctrain.rank.trial import UNKNOWN_NODE, estimate, node_size, program_bytes, require_stages
+from hpctrain.run.figures import Planned, Plans, write_plans
 from hpctrain.run.folder import RunDir
 from hpctrain.run.grid import Grid
+from hpctrain.run.resolve_run import configured
 from hpctrain.system import foreign_text, quantities
-
-if TYPE_CHECKING:
-    from hpctrain.backends.torch.strategies.memory_estimate import Footprint, MemoryEstimate, ParallelLayout
-    from hpctrain.config.sections import Config, LaunchConfig
-    from hpctrain.run.figures import Plans
+from hpctrain.train.schedule import global_batch
 
 PIPELINED = "pipeline"
 """Key of pipeline plans among the reasons why plans are impossible."""
@@ -57,8 +65,6 @@ def show(found: Sequence[Footprint], reasons: Mapping[str, str], limit: int | No
 
 def plans_of(found: Sequence[Footprint], memory: int | None) -> Plans:
     """Returns the plans as charts take them."""
-    from hpctrain.run.figures import Planned, Plans
-
     return Plans(
         tuple(Planned(name_of(one.plan), {name: getattr(one, name) for name in PARTS[:-1]}) for one in found), memory
     )
@@ -71,14 +77,6 @@ def draw(plans: Plans, path: Path) -> None:
     from hpctrain.system.files import write_atomically
 
     write_atomically(path, picture([plan_chart(plans)]).encode())
-
-
-def keep(plans: Plans, run: RunDir) -> None:
-    """Writes the plans to the run folder, for its report. Raises UserError or RunFailed."""
-    from hpctrain.run.figures import write_plans
-
-    run.create()
-    write_plans(run.plans, plans, run.path)
 
 
 def name_of(plan: ParallelLayout) -> str:
@@ -130,11 +128,6 @@ def num_bytes(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plans; raises UserError if that of the run file is impossible or does not fit the memory."""
-    from hpctrain.backends.torch.strategies.memory_estimate import ParallelLayout, cheapest, footprints
-    from hpctrain.comm.world import undivided
-    from hpctrain.rank.trial import program_bytes
-    from hpctrain.run.resolve_run import configured
-
     if not 1 <= args.ranks <= MOST_RANKS:
         raise UserError(f"-n is {args.ranks}", f"give the number of ranks, from 1 to {MOST_RANKS}")
     config, _ = configured(args.run_file, args.overrides)
@@ -159,7 +152,9 @@ def run(args: argparse.Namespace) -> int:
     if args.picture:
         draw(plans, Path(args.picture))
     if args.keep:
-        keep(plans, RunDir.of(config.name, config.run_dir))
+        run_dir = RunDir.of(config.name, config.run_dir)
+        run_dir.create()
+        write_plans(run_dir.plans, plans, run_dir.path)
     if args.json:
         result = {"plans": [one.to_json() for one in found], "not_possible": reasons, "memory": memory}
         foreign_text.show(json.dumps(result, indent=1))
@@ -183,9 +178,6 @@ def run(args: argparse.Namespace) -> int:
 
 def check(config: Config, ranks: int, program: int, memory: int | None, as_json: bool) -> int:
     """Prints what some ranks would have; raises UserError if the run file's plan would fail on them."""
-    from hpctrain.rank import plan_check
-    from hpctrain.rank.trial import node_size
-
     found = plan_check.check(config, ranks)
     if as_json:
         foreign_text.show(json.dumps([one.to_json() for one in found], indent=1))
@@ -218,8 +210,6 @@ def memory_of(launch: LaunchConfig) -> int | None:
 
 def group_sizes(config: Config, ranks: int) -> list[int]:
     """Returns sizes of tensor groups that divide the ranks and fit within a node."""
-    from hpctrain.rank.trial import UNKNOWN_NODE
-
     node = config.launch.ranks_per_node or config.launch.slurm.gpus_per_node
     limit = UNKNOWN_NODE if node is None else node
     whole = math.gcd(ranks, node or ranks)
@@ -232,8 +222,6 @@ def estimate_all(config: Config, sizes: Sequence[int], ranks: int) -> tuple[dict
 
     Raises UserError if there is no estimate for the whole model.
     """
-    from hpctrain.rank.trial import estimate, require_stages
-
     estimates: dict[int, MemoryEstimate] = {}
     reasons: dict[str, str] = {}
     of_shards: dict[str, str] = {}
@@ -273,7 +261,5 @@ def pipeline_sizes(config: Config, ranks: int) -> list[int]:
 
 def largest_micro_batch(config: Config, data: int, each: int = 1) -> int:
     """Returns the largest number of samples in one pass, if ``data`` groups of ``each`` ranks share a batch."""
-    from hpctrain.train.schedule import global_batch
-
     share = -(-global_batch(config.train, data, each) // data)
     return -(-share // config.train.accumulate)

@@ -9,15 +9,17 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpctrain.config.loading import add_run_file, load
 from hpctrain.errors import ExitCode, UserError
-from hpctrain.launch.engines.local import RunRequest
-from hpctrain.launch.supervisor import report
 from hpctrain.run.folder import RunDir
 from hpctrain.run.rank_environment import JOB
 from hpctrain.run.verdict import Action, RunVerdict
 from hpctrain.system.output import say
+
+if TYPE_CHECKING:
+    from hpctrain.launch.engines.local import RunRequest
 
 PROGRAM = "hpctrain {command} -- PROGRAM ...: any program, without a run file; --name NAME names the run"
 
@@ -75,6 +77,8 @@ def serve(args: argparse.Namespace) -> int:
 
 def run_here(args: argparse.Namespace) -> int:
     """Runs ranks on this machine, or on those that the run file names."""
+    from hpctrain.launch.engines.local import RunRequest
+    from hpctrain.launch.supervisor import report
 
     config = load(args.run_file or None, with_program(args, args.run_file), say)
     words = [*([str(args.run_file)] if args.run_file else []), *args.overrides]
