@@ -175,6 +175,11 @@ def begins(run_dir: RunDir, step: int | None) -> str:
     return where
 
 
+def say_continues(hosts: Sequence[str], ranks: int | None) -> None:
+    """Says on which hosts the next attempt runs."""
+    say(f"continuing on {', '.join(hosts)} with {ranks} rank{'s' if ranks != 1 else ''}")
+
+
 def choose(hosts: Sequence[str], out: Collection[str], config: Config) -> list[str] | None:
     """Chooses the nodes for the next attempt: the first usable ones, or None if too few are left. Pure.
 

@@ -23,7 +23,7 @@ from hpctrain.launch.engines.local import RunRequest, rank_command, rank_environ
 from hpctrain.launch.mpi_library import Flavour, MpiRun, find_mpirun, launcher_environment, probe
 from hpctrain.launch.outage_retry import read_patiently
 from hpctrain.launch.postmortem import unreachable
-from hpctrain.launch.supervisor import choose
+from hpctrain.launch.supervisor import choose, say_continues
 from hpctrain.run import last_words
 from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.folder import RunDir
@@ -153,8 +153,7 @@ class Hosts:
             return None
         if chosen != list(self.used):
             self.used = chosen
-            ranks = self.facts.ranks
-            say(f"continuing on {', '.join(chosen)} with {ranks} rank{'s' if ranks != 1 else ''}")
+            say_continues(chosen, self.facts.ranks)
         return self.facts
 
     def returned(self) -> list[str] | None:

@@ -23,7 +23,7 @@ from hpctrain.launch.engines.slurm.launcher import Launcher, Srun, candidates, e
 from hpctrain.launch.engines.slurm.probe import scratch_dir
 from hpctrain.launch.mpi_library import MpiRun, find_mpirun, probe
 from hpctrain.launch.postmortem import last_line
-from hpctrain.launch.supervisor import choose
+from hpctrain.launch.supervisor import choose, say_continues
 from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.verdict import ORDERLY_CODES, RunVerdict
@@ -299,9 +299,11 @@ class JobNodes:
         Not if Slurm or a person is ending the job, or too few nodes are left; then the job is requeued. Chooses the
         nodes for the next attempt.
         """
-        if self.prepared is None or (verdict.code is Code.NODE and verdict.host is None):
+        if self.prepared is None:
             return False
-        if verdict.code is Code.NODE and verdict.host is not None:
+        if verdict.code is Code.NODE:
+            if verdict.host is None:
+                return False
             self.lost.add(verdict.host.partition(".")[0])  # Slurm's names have no domain
         try:
             if who_ends(client.job_fields(self.job.id), self.job.restarts) is not Who.NOBODY:
@@ -320,5 +322,5 @@ class JobNodes:
         if chosen != list(self.job.part or hosts):
             self.job = self.whole.on(chosen)
             self.prepared = dataclasses.replace(self.prepared, hosts={})  # the ranks' hosts are not known any more
-            say(f"continuing on {', '.join(chosen)} with {self.job.ranks} rank{'s' if self.job.ranks != 1 else ''}")
+            say_continues(chosen, self.job.ranks)
         return True

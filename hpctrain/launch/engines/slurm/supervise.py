@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from hpctrain.config.loading import dump, load
 from hpctrain.config.sections import Config
@@ -84,9 +84,9 @@ def attempt(config: Config, run_dir: RunDir, job: Job, parent: int, verbose: boo
 
     def launch(number: int) -> Launch:
         limit.require_room()
-        made = make_launch(config, run_dir, place.job, number, verbose, place.prepare)
+        made = make_launch(config, run_dir, place, number, verbose)
         place.watch_supervisor()
-        return dataclasses.replace(made, can_lose=place.can_lose)
+        return made
 
     verdict = supervise(
         run_dir,
@@ -170,30 +170,22 @@ def limits(config: Config, limit: TimeLimit, jobs: Sequence[str] = ()) -> Limits
     return Limits(grace_s, config.launch.failures_allowed(in_job=True), limit.left_s, limit.due, jobs)
 
 
-def make_launch(
-    config: Config,
-    run_dir: RunDir,
-    job: Job,
-    number: int,
-    verbose: bool,
-    prepare: Callable[[], allocation.PreparedRanks] | None = None,
-) -> Launch:
-    """Returns what starts the ranks; ``prepare`` finds the launcher, by default ``allocation.prepare``.
+def make_launch(config: Config, run_dir: RunDir, place: allocation.JobNodes, number: int, verbose: bool) -> Launch:
+    """Returns what starts the ranks of an attempt on their nodes.
 
     Raises:
         HpctrainError: the ranks cannot be started; see ``allocation.prepare``.
     """
+    job = place.job
     if job.id not in [each.job for each in submissions(run_dir, "slurm")]:  # submitted with sbatch directly
         try:
             record(run_dir, Submitted(job.id, time.time(), os.getcwd()))
         except HpctrainError as error:
             say(f"hpctrain status and stop do not know of this job: {error}")
-    prepared = prepare() if prepare is not None else allocation.prepare(config, run_dir, job)
+    prepared = place.prepare()
     if config.task:
-        quiet = ["--verbose"] if verbose else []
-        wrap = config.launch.slurm.wrap
-        rank = python.module("hpctrain", "train", str(run_dir.run_yaml), *quiet, interpreter=prepared.python)
-        command = [*wrap, *rank]
+        words = ["train", str(run_dir.run_yaml), *["--verbose"] * verbose]
+        command = [*config.launch.slurm.wrap, *python.module("hpctrain", *words, interpreter=prepared.python)]
     else:
         command = [*plain_command(), *config.launch.slurm.wrap, *config.launch.command]
     given = config.train.threads or config.launch.slurm.cpus_per_rank
@@ -205,9 +197,16 @@ def make_launch(
     say(f"attempt {number}: {job.ranks} ranks on {job.nodelist} with {prepared.launcher.describe()}")
     # mpirun exports only named variables; the supervisor sets the last two.
     named = {**env, ATTEMPT: "", RUN_DIR: ""}
-    words = prepared.launcher.words(command, named)
-    heard = (lambda text: bool(client.unheard(text)), client.unreached)
-    return Launch(words, env, job.ranks, bool(config.task), prepared.hosts, *heard)
+    return Launch(
+        prepared.launcher.words(command, named),
+        env,
+        job.ranks,
+        saves=bool(config.task),
+        hosts=prepared.hosts,
+        unheard=lambda text: bool(client.unheard(text)),
+        unreached=client.unreached,
+        can_lose=place.can_lose,
+    )
 
 
 def follow(

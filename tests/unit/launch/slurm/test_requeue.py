@@ -292,7 +292,8 @@ def test_a_job_that_cannot_be_recorded_by_itself_starts_all_the_same(
     monkeypatch.setattr(allocation, "prepare", prepare)
     monkeypatch.setattr("hpctrain.launch.engines.slurm.supervise.submissions", lambda run, engine: [])
     with pytest.raises(NoRequeue, match="as far as this"):
-        make_launch(with_cap(1), unwritable(tmp_path), JOB, 1, False)
+        run = unwritable(tmp_path)
+        make_launch(with_cap(1), run, allocation.JobNodes(with_cap(1), run, JOB, JOB), 1, False)
     assert "job 7 cannot be recorded in" in capsys.readouterr().err
 
 
