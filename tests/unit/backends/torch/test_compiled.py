@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hpctrain.backends.torch.task.compiled import compile_layers, own_layers, twin_of
 from hpctrain.comm.world import alone
-from hpctrain.config.sections import TrainConfig
+from hpctrain.config.sections import ParallelConfig, TrainConfig
 from tests.tasks.torch_tasks import make_framework, mean_loss, train
 from tests.unit.backends.torch.test_gradients import make
 
@@ -105,7 +105,8 @@ def test_buckets_leave_while_later_layers_still_run_backward() -> None:
 def layers(model: nn.Module, ranks: int = 2, **train: Any) -> list[nn.Module]:
     config = TrainConfig(steps=1, global_batch=4, compile=True, **train)
     world = SimpleNamespace(data=SimpleNamespace(size=ranks))
-    opening: Any = SimpleNamespace(config=SimpleNamespace(train=config), model=model, world=world, gathers=False)
+    settings = SimpleNamespace(train=config, parallel=ParallelConfig())
+    opening: Any = SimpleNamespace(config=settings, model=model, world=world, gathers=False)
     return own_layers(opening)
 
 
