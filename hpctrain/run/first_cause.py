@@ -34,8 +34,6 @@ LOST_PEER = re.compile(
     re.IGNORECASE,
 )
 """Matches messages of errors whose cause is in another process."""
-FROM_PEERS = (Code.EXCEPTION, Code.NETWORK, Code.HOROVOD)
-"""Codes of errors whose cause may be in another process; exhausted memory is always the process's own."""
 
 
 class Standing(IntEnum):
@@ -166,7 +164,9 @@ def is_victim(word: LastWord) -> bool:
         word.error is None or word.error.type == "exit"
     ):
         return True
-    return word.error is not None and word.error.code in FROM_PEERS and LOST_PEER.search(word.error.what) is not None
+    if word.error is None or word.error.code is Code.OUT_OF_MEMORY:  # always the process's own, also in NCCL's words
+        return False
+    return LOST_PEER.search(word.error.what) is not None
 
 
 def _of_word(word: LastWord, together: float) -> Standing:

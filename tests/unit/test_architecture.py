@@ -60,7 +60,7 @@ TOKENS: dict[str, int] = {
     "system": 13331,
     "config": 12544,
     "comm": 6092,
-    "run": 26132,
+    "run": 26121,
     "data": 48802,
     "reduce": 15030,
     "train": 14326,
