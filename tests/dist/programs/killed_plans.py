@@ -16,6 +16,7 @@ import random
 import shutil
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,6 @@ from hpctrain.train.stateful import value_of
 
 if sys.argv[1] == "torch":
     import torch
-
-    compiled: Any = torch.compile
-    # This backend generates no code, for which a C++ compiler takes seconds.
-    torch.compile = lambda model, mode=None: compiled(model, backend="aot_eager")
 else:
     import keras
 
@@ -192,6 +189,9 @@ def on_three(folder: Path, name: str, plan: Plan, world: World) -> None:
 
 def main() -> None:
     """Run all plans that are not done."""
+    if sys.argv[1] == "torch":
+        # This backend generates no code, for which a C++ compiler takes seconds.
+        torch.compile = partial(torch.compile, backend="aot_eager")
     folder, world = Path(sys.argv[2]), connect()
     for name, plan in {"torch": TORCH_PLANS, "tensorflow": KERAS_PLANS}[sys.argv[1]].items():
         done = folder / f"{name}-done-on-{world.size}"
