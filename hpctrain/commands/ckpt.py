@@ -204,9 +204,9 @@ def selection_of(args: argparse.Namespace) -> Selection:
 
 def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> None:
     """Exports through the model of the run's task: Keras files number layers in the model's order."""
-    from hpctrain.rank.problem import examples_of, make_weights
+    from hpctrain.rank.problem import with_weights
     from hpctrain.system.files import replace_whole
-    from hpctrain.tasks.definition import KerasTask
+    from hpctrain.tasks.definition import KerasTask, TorchTask
     from hpctrain.train.saved_arrays import DerivedArrays, HeldArrays, Place
 
     if dataclasses.replace(selection, averaged=None, lora_alpha=None) != Selection():
@@ -215,9 +215,7 @@ def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> Non
     task, data, recipe = saved_task(loaded)
     if not isinstance(task, KerasTask):
         raise UserError("the task is not a Keras task", "export it to a .pt or .safetensors file")
-    make_weights(task, lambda: examples_of(data), recipe)
-    from hpctrain.backends.tensorflow.state.weights import export_keras
-
+    task = with_weights(task, "fp32", data, recipe)
     weights, _ = model_weights(loaded, selection)
     places: dict[str, Place] = {f"model/{name}": (weights, name) for name in weights}
     if selection.lora_alpha is not None:  # the task's model has adapters as well, which Keras merges when it saves
@@ -226,6 +224,10 @@ def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> Non
         zeros = HeldArrays({name: np.zeros(every.shape_of(name), every.dtype_of(name)) for name in merged})
         places |= {f"model/{name}": (zeros, name) for name in zeros}
     arrays = DerivedArrays(places)
+    if isinstance(task, TorchTask):
+        from hpctrain.backends.torch.keras.keras_adapter import export_keras
+    else:
+        from hpctrain.backends.tensorflow.state.weights import export_keras
     replace_whole(output, lambda path: export_keras(task.model, arrays, path))
 
 

@@ -63,6 +63,7 @@ facts |= importlib.import_module("hpctrain.backends.torch.accelerator").facts()
 TENSORFLOW = """
 import importlib, os
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+os.environ["KERAS_BACKEND"] = importlib.import_module("hpctrain.system.keras_backend").keras_backend()
 tf = importlib.import_module("tensorflow")
 keras = importlib.import_module("keras")
 facts["version"], facts["keras"], facts["backend"] = tf.__version__, keras.__version__, keras.backend.backend()

@@ -9,6 +9,7 @@ import importlib.metadata
 import importlib.util
 import json
 import platform
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -75,8 +76,8 @@ def torch() -> Iterator[Check]:
 def tensorflow() -> Iterator[Check]:
     """Checks TensorFlow and Keras."""
     finding = _framework("TensorFlow", "tensorflow", check.TENSORFLOW, 'pip install "hpctrain[tensorflow]"')
-    if "backend" in finding.value and "backend tensorflow" not in finding.value:
-        finding = problem("TensorFlow", finding.value, "set KERAS_BACKEND=tensorflow")
+    if "backend" in finding.value and not re.search("backend (tensorflow|torch),", finding.value):
+        finding = problem("TensorFlow", finding.value, "set KERAS_BACKEND to torch or tensorflow")
     yield finding
 
 

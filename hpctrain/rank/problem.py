@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ def seed_task(seed: int, precision: str, local_rank: int) -> None:
         from hpctrain.backends.torch.device import begin_task
 
         begin_task(seed, local_rank)
-    if "tensorflow" in sys.modules:
+    if not {"tensorflow", "keras"}.isdisjoint(sys.modules):
         from hpctrain.backends.tensorflow import runtime
 
         runtime.begin_task(seed, precision, local_rank)
@@ -165,7 +165,7 @@ def make_problem(config: Config, world: World, verbose: bool = False) -> Problem
     refuse(config.features() | task_features(config.task, task, order, world.data.size))
     sets = validation_sets(task)
     validation = {name: open_validation(task, name, given, data.allow_outside) for name, given in sets.items()}
-    make_weights(task, lambda: examples_of(train), recipe)
+    task = with_weights(task, config.train.precision, train, recipe)
     loading = Loading(
         recipe,
         1 if has_own_step(task) else config.train.accumulate,  # a custom step splits its batch by ctx.split
@@ -199,7 +199,7 @@ def with_optimizer(task: Task, asked: OptimizerConfig) -> Task:
     if isinstance(task, TorchTask):
         from hpctrain.backends.torch.task.by_name import make_optimizer
     else:
-        from hpctrain.backends.tensorflow.task.keras_compiled import make_optimizer
+        from hpctrain.backends.keras.keras_compiled import make_optimizer
 
         own = getattr(task.model, "optimizer", None) if own is None else own  # compile() makes one
     if own is not None or isinstance(task.model, Mapping):
@@ -219,8 +219,8 @@ def with_its_loss(task: Task, fields: Sequence[str]) -> Task:
     """
     require_hooks(task)
     if isinstance(task, KerasTask):
-        from hpctrain.backends.tensorflow.task.keras_compiled import adopted
-        from hpctrain.backends.tensorflow.task.overrides import trains_itself
+        from hpctrain.backends.keras.keras_compiled import adopted
+        from hpctrain.backends.keras.keras_model import trains_itself
 
         task = adopted(task, fields)
         require_callables(task, "Keras", trains_itself(task.model))
@@ -312,13 +312,31 @@ def with_input(task: Task, train: Dataset | Stream, seed: int) -> tuple[Task, Re
     return with_its_loss(task, names), dataclasses.replace(recipe, names=names if by_place else ())
 
 
-def make_weights(task: Task, train: Callable[[], Dataset], recipe: Recipe) -> None:
-    """Builds the weights of a Keras model that would build them on its first batch, by calling it on one sample."""
+def runs_on_torch(task: Task) -> bool:
+    """Whether this is a Keras task on Keras' PyTorch backend."""
+    return isinstance(task, KerasTask) and sys.modules["keras"].config.backend() == "torch"
+
+
+def with_weights(task: Task, precision: str, train: Dataset | Stream, recipe: Recipe) -> Task:
+    """Builds the weights of a Keras model that would build them on its first batch, by calling it on one sample.
+
+    Returns a task of PyTorch if Keras runs on it, and else the same task.
+    """
+
+    def sample() -> Samples:
+        return make_batch(examples_of(train), recipe, first_draw(np.arange(1)))
+
+    if isinstance(task, KerasTask) and runs_on_torch(task):
+        from hpctrain.backends.torch.keras.keras_adapter import on_torch
+
+        return on_torch(task, precision, sample)
     if isinstance(task, KerasTask):
-        from hpctrain.backends.tensorflow.state.weights import build_weights, lacks_weights
+        from hpctrain.backends.keras.keras_model import lacks_weights
+        from hpctrain.backends.tensorflow.state.weights import build_weights
 
         if lacks_weights(task.model):
-            build_weights(task, make_batch(train(), recipe, first_draw(np.arange(1))))
+            build_weights(task, sample())
+    return task
 
 
 def require_same_data(problem: Problem, world: World) -> None:
@@ -357,7 +375,7 @@ def task_features(name: str, task: Task, order: Order | StreamOrder, ranks: int)
     rest = order.epoch_samples % order.global_batch if isinstance(order, Order) and not order.drop_last else 0
     validates, own_step = task.validation is not None, has_own_step(task)
     given = {
-        Feature.KERAS: isinstance(task, KerasTask),
+        Feature.KERAS: isinstance(task, KerasTask) and not runs_on_torch(task),
         Feature.NO_FORWARD: task.forward is first_field,
         Feature.NO_EVAL_LOSS: own_step and task.loss is None and not task.metrics,
         Feature.NO_VALIDATION: not validates and name,

@@ -204,7 +204,7 @@ def reported(task: Task) -> list[str]:
     """Returns the names of the metrics that evaluations report; empty if only an evaluation can show them."""
     if isinstance(task, TorchTask):
         return ["loss", *task.metrics]
-    from hpctrain.backends.tensorflow.task.keras_compiled import reported as reported_by_keras
+    from hpctrain.backends.keras.keras_compiled import reported as reported_by_keras
 
     assert isinstance(task, KerasTask), "load_task returns one of the two"
     return reported_by_keras(task)

@@ -1,5 +1,6 @@
 """Processes, memory, files, addresses and terminals of this machine; independent of runs.
 
+keras_backend: which backend Keras will use.
 files: safe writes in folders that others may have tampered with (links, guessed names, torn files). safe_read,
 bounded_yaml, json_shape: safe reads of files that others may have written. processes, signals, python: starting and
 watching processes. cgroups: limits of this process. gpus: GPUs by the kernel. fabric: fast networks, and cores next

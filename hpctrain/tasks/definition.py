@@ -63,7 +63,7 @@ class Task:
     """Base class of training tasks. Use TorchTask or KerasTask."""
 
     model: Any
-    """torch.nn.Module, or keras.Model on the TensorFlow backend; with a custom step also a dict of modules."""
+    """torch.nn.Module, or keras.Model; with a custom step also a dict of modules."""
     loss: Any = None
     """loss(outputs, batch) returns the mean over the samples, or (sum, weight). If samples hold two arrays, of which
     the second is the target, also a name such as "mse", or a loss object of the framework. Optional with a custom
@@ -127,10 +127,20 @@ class TorchTask(Task):
     it uses by ``functools.partial``. The split balances the stages' times; to choose it, return a list of layers per
     stage. Not needed for an ``nn.Sequential``."""
 
+    @property
+    def own_features(self) -> Mapping[Any, Any]:
+        """Features, as in config.features, that only the task's library knows."""
+        return {}
+
+    @property
+    def own_meters(self) -> Mapping[str, Any]:
+        """Meters of metrics that are not of torchmetrics."""
+        return {}
+
 
 @dataclass(frozen=True)
 class KerasTask(Task):
-    """A task whose model is a Keras 3 model on the TensorFlow backend.
+    """A task whose model is a Keras 3 model, on Keras' PyTorch or TensorFlow backend.
 
     The loss, metrics and optimizer of a compiled model are used, and so is a custom ``train_step``.
     """

@@ -9,6 +9,8 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
+from hpctrain.system.keras_backend import keras_backend
+
 CHATTER = re.compile(
     rb"oneDNN custom operations are on|All log messages before absl::InitializeLog|optimized to use available CPU"
     rb"|To enable the following instructions|Could not find cuda drivers|Cannot dlopen some GPU libraries"
@@ -25,7 +27,7 @@ def set_environment(threads: int | None, verbose: bool = False) -> None:
     Args:
         threads: compute threads of this rank; by default OMP_NUM_THREADS, or else TensorFlow's choice.
     """
-    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+    os.environ["KERAS_BACKEND"] = keras_backend()
     # Otherwise the first tensor takes all memory of all GPUs, even if a PyTorch task uses TensorFlow only for data.
     os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
     count = str(threads) if threads else os.environ.get("OMP_NUM_THREADS", "")

@@ -11,10 +11,11 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
+from hpctrain.backends.keras.keras_compiled import adopted
+from hpctrain.backends.keras.keras_model import lacks_weights
 from hpctrain.backends.tensorflow.keras_framework import KerasFramework
 from hpctrain.backends.tensorflow.runtime import begin_task
-from hpctrain.backends.tensorflow.state.weights import build_weights, lacks_weights
-from hpctrain.backends.tensorflow.task.keras_compiled import adopted
+from hpctrain.backends.tensorflow.state.weights import build_weights
 from hpctrain.backends.tensorflow.task.keras_opening import open_keras
 from hpctrain.comm.world import World
 from hpctrain.config.sections import Config, ReduceConfig, TrainConfig

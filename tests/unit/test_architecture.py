@@ -57,29 +57,29 @@ permission."""
 
 TOKENS: dict[str, int] = {
     "errors": 942,
-    "system": 13331,
-    "config": 12544,
+    "system": 13462,
+    "config": 12671,
     "comm": 6092,
     "run": 26121,
     "data": 48802,
     "reduce": 15030,
     "train": 14326,
-    "tasks": 7253,
-    "backends": 116183,
+    "tasks": 7297,
+    "backends": 118866,
     "checkpoint": 49059,
     "monitor": 32528,
     "track": 6428,
-    "rank": 15453,
+    "rank": 15548,
     "programs": 4606,
     "registry": 1497,
-    "launch": 55086,
+    "launch": 55146,
     "report": 12857,
     "callbacks": 897,
     "watch": 4903,
-    "doctor": 4517,
+    "doctor": 4524,
     "horovod_wheel": 4078,
     "bench": 13176,
-    "commands": 17787,
+    "commands": 17808,
     "cli": 1030,
     "__main__": 159,
     "__init__": 236,
@@ -98,7 +98,11 @@ HEAVY = {
         or is_task(path, "tensorflow")
         or ADAPTERS.get(path) == "tensorflow"
     ),
-    "keras": lambda path: path.parts[:2] == ("backends", "tensorflow") or is_task(path, "tensorflow"),
+    "keras": lambda path: (
+        path.parts[:2] in {("backends", "keras"), ("backends", "tensorflow")}
+        or path.parts[:3] == ("backends", "torch", "keras")
+        or is_task(path, "tensorflow")
+    ),
     "horovod": lambda path: "reduce" in path.parts,
     **dict.fromkeys(("transformers", "lightning", "accelerate"), lambda path: path.parts[0] == "callbacks"),
 }
@@ -365,6 +369,7 @@ SET_FROM_OUTSIDE = {
     *("minimum_version", "check_hostname", "verify_mode"),
     *("should_save", "should_training_stop"),  # how callbacks of the Hugging Face Trainer tell it what to do
     *("epilog", "overrides", "program", "extraction_filter", "_devices", "_timeout"),
+    *("_value", "_shape", "keras_variable"),  # Keras variables get the tensors of a plan
     "unsharded_accumulated_grad",  # of FSDP2, which has no other way to say that a gradient is zero so far
     *("group_name", "global_ranks_in_group"),
     *("last_backward", "batch_norm", "_moments", "embeddings", "update_step", "joint"),

@@ -7,24 +7,15 @@ import sys
 
 from hpctrain.errors import UserError
 
-POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
-"""Keras dtype policy of each precision."""
-
 
 def begin_task(seed: int, precision: str = "fp32", local_rank: int = 0) -> None:
-    """Sets device, seed, names and precision before a task is made, for frameworks that are already imported.
-
-    Automatic names are reset, so that a second model in the process gets the same names as the first.
-    """
+    """Sets device, seed, names and precision before a task is made, for frameworks that are already imported."""
     if "tensorflow" in sys.modules:
         choose_gpu(local_rank)
-    if "keras" not in sys.modules:
-        return
-    import keras
+    if "keras" in sys.modules:
+        from hpctrain.backends.keras.keras_model import begin_keras
 
-    keras.utils.clear_session(free_memory=False)
-    keras.utils.set_random_seed(seed % 2**32)
-    keras.config.set_dtype_policy(POLICIES[precision])
+        begin_keras(seed, precision)
 
 
 def choose_gpu(local_rank: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpctrain.config.features import Feature, Rows, Trait
+from hpctrain.config.features import Feature, Rows, Trait, refusing
 
 OF_TRAIN_STEPS = {
     Feature.ACCUMULATE: (
@@ -23,10 +23,33 @@ OF_TRAIN_STEPS = {
         "leave train.sync_batchnorm and synchronized=True out: each rank then normalises over its own samples",
     ),
 }
+CUTS = "set parallel.shard: optimizer, or write the model in PyTorch: a Keras model says nothing of splitting layers"
+WITH_TORCH = {
+    Feature.CHANNELS_LAST: ("train.channels_last is true", "leave it out, and give Keras layers a data_format"),
+    Feature.JOINT_LAYERS: (
+        "{1} would normalise over all ranks",
+        "leave train.sync_batchnorm and synchronized=True out, or set KERAS_BACKEND=tensorflow",
+    ),
+    Feature.LOSS_SCALE: (
+        "the optimizer is a LossScaleOptimizer",
+        "give the task the optimizer inside it: train.precision: fp16 scales the loss by itself",
+    ),
+    Feature.PIPELINE: ("parallel.pipeline is {1}", CUTS),
+    Feature.RECOMPUTE: ("train.recompute is given", "leave it out: PyTorch sees a Keras model as a single module"),
+    Feature.SHARD_GRADIENTS: ("parallel.shard is gradients", CUTS),
+    Feature.SHARD_PARAMETERS: ("parallel.shard is parameters", CUTS),
+    Feature.SHARD_TABLES: ("parallel.shard is tables", CUTS),
+    Feature.TENSOR: ("parallel.tensor is {1}", CUTS),
+    Feature.TRAIN_STEP: (
+        "{1} overrides a step of keras.Model or a part of one",
+        "set KERAS_BACKEND=tensorflow, or return a TorchTask whose step calls the model: it is a torch.nn.Module",
+    ),
+}
 ROWS: Rows = {
+    **refusing(Feature.KERAS_ON_TORCH, "the Keras model trains on PyTorch", WITH_TORCH),
     (Trait.OF_PYTORCH, Feature.KERAS): (
-        "{0}, which is for PyTorch, and the task is a KerasTask",
-        "leave it out, or write the model in PyTorch; Keras layers have a data_format",
+        "{0}, which is for PyTorch, and the task is a KerasTask on TensorFlow",
+        "leave it out, or set KERAS_BACKEND=torch in the environment of the run",
     ),
     (Feature.KERAS, Feature.TORCH_SCHEDULER): (
         "a KerasTask has a TorchScheduler",

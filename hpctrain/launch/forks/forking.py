@@ -18,6 +18,7 @@ from hpctrain.run.events import RunStarted
 from hpctrain.run.folder import RunDir
 from hpctrain.run.run_view import RunView
 from hpctrain.system import python
+from hpctrain.system.keras_backend import keras_backend
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 FORKS = "HPCTRAIN_FORKS"
@@ -25,6 +26,7 @@ FORKS = "HPCTRAIN_FORKS"
 COMMON = ("hpctrain.commands.train", "hpctrain.rank.fit", "hpctrain.rank.session", "mpi4py")
 """Modules that every rank imports. mpi4py.MPI is left out, because importing it initializes MPI."""
 TORCH, KERAS = "hpctrain.backends.torch.task.opening", "hpctrain.backends.tensorflow.task.keras_opening"
+KERAS_ON_TORCH = "hpctrain.backends.torch.keras.keras_adapter"
 BACKENDS = {"torch": TORCH, "TorchTask": TORCH, "tensorflow": KERAS, "keras": KERAS, "KerasTask": KERAS}
 """Backend module, by a name that a task's file imports or the framework that an earlier attempt recorded."""
 
@@ -49,10 +51,15 @@ class Forking:
         Starts the parent if needed, without waiting for its imports.
         """
         if self.folder and self.environment.get(FORKS) != "0":
-            self.begin(command, [*COMMON, *backends(self.task, self.run_dir)])
+            self.begin(command, [*COMMON, *self.backends()])
         if self.process is None:
             return list(command)
         return [sys.executable, "-I", "-S", str(STAND_IN), self.socket, *command[1:]]
+
+    def backends(self) -> list[str]:
+        """See ``backends``; on PyTorch, Keras tasks need another one."""
+        found = backends(self.task, self.run_dir)
+        return [KERAS_ON_TORCH if one == KERAS and keras_backend(self.environment) == "torch" else one for one in found]
 
     def begin(self, command: Sequence[str], modules: Sequence[str]) -> None:
         """Starts the parent, unless one with the same modules is running."""

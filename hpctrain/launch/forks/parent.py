@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.launch.forks.stand_in import LONGEST, READY
+from hpctrain.system.keras_backend import keras_backend
 from hpctrain.system.processes import die_with_parent
 
 READING_S = 10.0
@@ -63,7 +64,7 @@ def main(supervisor: str, modules: str) -> None:
 
 def prepare(modules: Sequence[str]) -> None:
     """Imports the modules that all ranks need."""
-    os.environ.setdefault("KERAS_BACKEND", "tensorflow")  # as in ranks; Keras reads it when it is imported
+    os.environ["KERAS_BACKEND"] = keras_backend()  # as in ranks; Keras reads it when it is imported
     for module in modules:
         importlib.import_module(module)
     gc.collect()

@@ -9,10 +9,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hpctrain.backends.keras.keras_compiled import adopted
 from hpctrain.backends.tensorflow.runtime import begin_task
 from hpctrain.backends.tensorflow.state.weights import build_weights
 from hpctrain.backends.tensorflow.steps.keras_own_step import TrainStepProgram
-from hpctrain.backends.tensorflow.task.keras_compiled import adopted
 from hpctrain.comm.world import World, connect
 from hpctrain.errors import UserError
 from hpctrain.tasks.definition import KerasTask

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hpctrain.backends.keras.keras_model import lacks_weights
 from hpctrain.backends.tensorflow.runtime import begin_task
-from hpctrain.backends.tensorflow.state.weights import build_weights, lacks_weights
+from hpctrain.backends.tensorflow.state.weights import build_weights
 from hpctrain.backends.tensorflow.task.keras_opening import open_keras
 from hpctrain.comm.world import World, connect
 from hpctrain.config.sections import Config, ReduceConfig, TrainConfig

@@ -13,9 +13,10 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from hpctrain.backends.joint_statistics import BatchNorms
+from hpctrain.backends.keras.keras_model import is_seed, optimizers_in, own_learning_rate, path_in
 from hpctrain.backends.named_state import load_tensors, merged_over
-from hpctrain.backends.tensorflow.state.keras_tensors import VariableTensor, digest, is_seed, model_tensors, path_in
-from hpctrain.backends.tensorflow.task.keras_task_state import KerasLeaves, KerasTaskState, optimizers_in
+from hpctrain.backends.tensorflow.state.keras_tensors import VariableTensor, digest, model_tensors
+from hpctrain.backends.tensorflow.task.keras_task_state import KerasLeaves, KerasTaskState
 from hpctrain.backends.update import LossScale, load_residues, residue_tensors
 from hpctrain.comm.group import Group
 from hpctrain.config.combinations import refusal
@@ -60,13 +61,6 @@ class Rates:
             for optimizer, rate in known:
                 optimizer.learning_rate.assign(rate * factor)
             self.factor = factor
-
-
-def own_learning_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
-    """The optimizer's learning rate, or None if a Keras schedule sets it."""
-    if isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
-        return None
-    return float(optimizer.learning_rate)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from hpctrain.backends.keras.keras_model import flat, named_variables, path_in, slots_of
 from hpctrain.backends.named_state import digest as digest_of
 from hpctrain.errors import UserError
 from hpctrain.train.state import Cut, Placement, Tiling, part_of
@@ -95,17 +96,16 @@ def model_tensors(model: keras.Model, equal: Sequence[tf.Variable] = ()) -> list
     Variables that the forward pass changes (BatchNorm statistics, counters, seeds) are per rank, except those in
     ``equal``; frozen weights are replicated, as trained ones are.
     """
-    frozen = {id(variable.value) for layer in model._flatten_layers() for variable in layer._trainable_variables}
-    replicated = frozen | {id(variable) for variable in equal}
-    tensors = [
-        VariableTensor(f"model/{path_in(model, variable)}", variable.value, is_trained=True)
-        for variable in model.trainable_variables
+    shared = {id(variable) for variable in equal}
+    return [
+        VariableTensor(
+            name,
+            variable.value,
+            Placement.REPLICATED if is_weight or id(variable.value) in shared else Placement.RANK,
+            is_trained=variable.trainable,
+        )
+        for name, variable, is_weight in named_variables(model)
     ]
-    for variable in model.non_trainable_variables:
-        group = "rng" if is_seed(variable) else "model"
-        placement = Placement.REPLICATED if id(variable.value) in replicated else Placement.RANK
-        tensors.append(VariableTensor(f"{group}/{path_in(model, variable)}", variable.value, placement))
-    return tensors
 
 
 def optimizer_tensors(
@@ -120,54 +120,6 @@ def optimizer_tensors(
         VariableTensor(f"optimizer/{prefix}{f'{slot}/{weights[weight]}' if weight else slot}", variable.value)
         for variable, slot, weight in slots_of(optimizer, list(weights))
     ]
-
-
-def slots_of(optimizer: keras.optimizers.Optimizer, weights: Sequence[str]) -> list[tuple[keras.Variable, str, str]]:
-    """(variable, slot, weight) of a built optimizer; (variable, name, "") for variables of no weight.
-
-    Keras prefixes slot names with the path of the weight. Where all have the same name (Adafactor), the slot is the
-    attribute in which the optimizer keeps one variable per weight.
-
-    Args:
-        optimizer: the built optimizer.
-        weights: flat paths of its weights.
-    """
-    named = [(one, *slot_of(one.path, weights)) for one in optimizer.variables]
-    count = Counter(slot for _, slot, weight in named if not weight)
-    updated = optimizer._trainable_variables
-    kept = {
-        id(one): (name.strip("_"), flat(variable.path))
-        for name, value in vars(optimizer).items()
-        if isinstance(value, list) and len(value) == len(updated)
-        for one, variable in zip(value, updated, strict=True)
-        if isinstance(one, keras.Variable)
-    }
-    return [
-        (one, *kept[id(one)]) if not weight and count[slot] > 1 and id(one) in kept else (one, slot, weight)
-        for one, slot, weight in named
-    ]
-
-
-def slot_of(path: str, weights: Sequence[str]) -> tuple[str, str]:
-    """Parses a path such as ``adam/model_dense_kernel_momentum`` into (slot, weight)."""
-    own = path.split("/", 1)[-1]
-    weight = max((each for each in weights if own.startswith(f"{each}_")), key=len, default="")
-    return (own[len(weight) + 1 :], weight) if weight else (own, "")
-
-
-def flat(path: str) -> str:
-    """A weight's path in the form that optimizers use in slot names."""
-    return path.replace("/", "_")
-
-
-def path_in(model: keras.Model, variable: keras.Variable) -> str:
-    """Path of a variable without the model's name, which Keras prepends to only some paths."""
-    return str(variable.path).removeprefix(f"{model.name}/")
-
-
-def is_seed(variable: keras.Variable) -> bool:
-    """Whether a variable is the state of a keras.random.SeedGenerator."""
-    return bool(variable.name == "seed_generator_state")
 
 
 def require_different_names(tensors: Sequence[VariableTensor]) -> None:

@@ -10,28 +10,18 @@ from typing import Any, TypeVar
 import keras
 from numpy.typing import NDArray
 
+from hpctrain.backends.keras.keras_compiled import CompiledLoss
+from hpctrain.backends.keras.keras_model import InMode, trains_itself
 from hpctrain.backends.named_state import load_tensors
 from hpctrain.backends.tensorflow.keras_framework import KerasFramework
 from hpctrain.backends.tensorflow.state.keras_tensors import model_tensors
 from hpctrain.backends.tensorflow.steps.keras_own_step import build_by_own_step
-from hpctrain.backends.tensorflow.steps.passes import InMode, Tensors, score_of
-from hpctrain.backends.tensorflow.task.keras_compiled import CompiledLoss
-from hpctrain.backends.tensorflow.task.overrides import trains_itself
+from hpctrain.backends.tensorflow.steps.passes import Tensors, score_of
 from hpctrain.data.dataset import Samples
 from hpctrain.errors import HpctrainError
 from hpctrain.system.user_errors import blamed, shapes
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.framework import StateSource
-
-
-def lacks_weights(model: keras.Model) -> bool:
-    """Whether a layer, or a loss or metric of ``compile``, is not built, or a custom step may have to build it.
-
-    ``model.built`` is not sufficient: ``build(shape)`` alone also sets it.
-    """
-    compiled = [model._compile_loss, model._compile_metrics] if isinstance(model, keras.Model) else []
-    waiting = [one for one in [*model._flatten_layers(), *compiled] if one is not None and not one.built]
-    return trains_itself(model) or bool(waiting)
 
 
 def build_weights(task: KerasTask, samples: Samples) -> None:

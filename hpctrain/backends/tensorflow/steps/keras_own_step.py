@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from hpctrain.backends.keras.keras_model import evaluates_itself, optimizers_in
 from hpctrain.backends.tensorflow.keras_reducer import KerasReducer, KerasReducers, python_called
 from hpctrain.backends.tensorflow.sparse_sums import (
     Gradients,
@@ -31,7 +32,6 @@ from hpctrain.backends.tensorflow.steps.passes import (
 )
 from hpctrain.backends.tensorflow.task import overrides
 from hpctrain.backends.tensorflow.task.dry_call import try_training
-from hpctrain.backends.tensorflow.task.keras_task_state import optimizers_in
 from hpctrain.backends.update import LOSS_OR_GRADIENT, NotFinite, UpdateResult, ranks_at_fault
 from hpctrain.errors import UserError
 from hpctrain.reduce.candidates import Candidate
@@ -148,7 +148,7 @@ def build_by_own_step(task: KerasTask, samples: Mapping[str, NDArray[Any]]) -> N
 def try_own_step(task: KerasTask, batch: Mapping[str, NDArray[Any]]) -> list[OwnUpdate]:
     """Returns what ``train_step`` updates. Raises UserError if it, or ``test_step`` if used, fails on a batch."""
     updates = planned(task, specs(batch))
-    if task.validation is not None and overrides.evaluates_itself(task.model):
+    if task.validation is not None and evaluates_itself(task.model):
         fix = f"test_step(self, data) gets what fit_data makes of a dict of {shapes(batch)}: by default these in order"
 
         def call(tensors: Tensors) -> None:
@@ -241,7 +241,7 @@ class TrainStepProgram:
     def dry_call(self, batch: HostBatch) -> None:
         self.example = copied(batch)
         self.plan(self.example)
-        if self.task.validation is not None and not overrides.evaluates_itself(self.task.model):
+        if self.task.validation is not None and not evaluates_itself(self.task.model):
             try_training(self.task, self.passes, on_device(copied(batch)))
 
     def plan(self, batch: Mapping[str, NDArray[Any]]) -> None:

@@ -14,10 +14,11 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from hpctrain.backends.keras.keras_compiled import CompiledLoss
+from hpctrain.backends.keras.keras_model import InMode, evaluates_itself
 from hpctrain.backends.tensorflow import sparse_sums
-from hpctrain.backends.tensorflow.task.keras_compiled import CompiledLoss
 from hpctrain.backends.tensorflow.task.keras_sync_batchnorm import KerasSyncBatchNorm
-from hpctrain.backends.tensorflow.task.overrides import Apply, evaluates_itself, tested
+from hpctrain.backends.tensorflow.task.overrides import Apply, tested
 from hpctrain.config.sections import TrainConfig
 from hpctrain.data.dataset import Samples
 from hpctrain.errors import UserError
@@ -74,22 +75,6 @@ def converted(function: Callable[..., Any]) -> Callable[..., Any]:
     if isinstance(function, CompiledLoss) or not tf.inside_function():
         return function
     return cast(Callable[..., Any], tf.__internal__.autograph.tf_convert(function, _AS_GRAPH))
-
-
-class InMode(keras.Layer):
-    """Calls a function as an outer layer would, so that every layer called in it gets ``training``."""
-
-    def __init__(self, function: Callable[[Tensors], Any]) -> None:
-        super().__init__(dtype="float32", autocast=False)
-        self.function = function
-
-    def call(self, batch: Tensors, training: bool | None = None) -> Any:
-        """Calls the function on the batch."""
-        return self.function(batch)
-
-    def _open_name_scope(self) -> contextlib.AbstractContextManager[None]:
-        """Opens no scope, so that weights created inside have the same paths as without this layer."""
-        return contextlib.nullcontext()
 
 
 class KerasPasses:

@@ -8,8 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from hpctrain.backends.keras.keras_compiled import CompiledLoss
 from hpctrain.backends.tensorflow.steps.passes import BatchScore, KerasPasses, Tensors, loss_of_nothing, score_of
-from hpctrain.backends.tensorflow.task.keras_compiled import CompiledLoss
 from hpctrain.errors import UserError, kind_of
 from hpctrain.system.user_errors import blamed, shapes, trained_weight
 from hpctrain.tasks.definition import KerasTask

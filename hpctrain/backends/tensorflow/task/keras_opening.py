@@ -9,21 +9,22 @@ import keras
 import tensorflow as tf
 
 from hpctrain.backends.joint_statistics import BatchNorms
+from hpctrain.backends.keras.keras_compiled import holders
+from hpctrain.backends.keras.keras_meter import KerasMeter
+from hpctrain.backends.keras.keras_model import POLICIES, evaluates_itself, optimizer_features, trains_itself
 from hpctrain.backends.named_state import require_same_model
-from hpctrain.backends.tensorflow.keras_framework import KerasEvaluator, KerasFramework, KerasMeter, KerasStepProgram
+from hpctrain.backends.tensorflow.keras_framework import KerasEvaluator, KerasFramework, KerasStepProgram
 from hpctrain.backends.tensorflow.keras_reducer import HostReducer, KerasReducers, broadcast
-from hpctrain.backends.tensorflow.runtime import POLICIES, require_own_gpu
+from hpctrain.backends.tensorflow.runtime import require_own_gpu
 from hpctrain.backends.tensorflow.sparse_sums import Gradients, sparse_variables
-from hpctrain.backends.tensorflow.state.keras_state import KerasState, Named, Rates, own_learning_rate
+from hpctrain.backends.tensorflow.state.keras_state import KerasState, Named, Rates
 from hpctrain.backends.tensorflow.state.keras_tensors import require_different_names
 from hpctrain.backends.tensorflow.steps.keras_own_step import TrainStepProgram
 from hpctrain.backends.tensorflow.steps.keras_step_context import KerasStepContext
 from hpctrain.backends.tensorflow.steps.loss_step import LossProgram
 from hpctrain.backends.tensorflow.steps.passes import Applying, KerasPasses, Update
-from hpctrain.backends.tensorflow.task.keras_compiled import holders
 from hpctrain.backends.tensorflow.task.keras_sync_batchnorm import KerasSyncBatchNorm, joint_layers
-from hpctrain.backends.tensorflow.task.keras_task_state import KerasLeaves, KerasTaskState, optimizers_in
-from hpctrain.backends.tensorflow.task.overrides import evaluates_itself, trains_itself
+from hpctrain.backends.tensorflow.task.keras_task_state import KerasLeaves, KerasTaskState
 from hpctrain.backends.update import rule_of
 from hpctrain.comm.world import World
 from hpctrain.config.combinations import refuse
@@ -34,7 +35,6 @@ from hpctrain.tasks.definition import KerasTask, kept_objects
 from hpctrain.tasks.meters import KerasMetric, meters_of
 from hpctrain.train.clock import StepClock
 from hpctrain.train.framework import StepSettings
-from hpctrain.train.hooks import rate_hook
 from hpctrain.train.stateful import Kept
 
 
@@ -125,8 +125,8 @@ def require_trainable(task: KerasTask) -> None:
     """Raises UserError if a model cannot be trained."""
     if keras.backend.backend() != "tensorflow":
         raise UserError(
-            f"Keras runs on {keras.backend.backend()}, but Keras tasks train on TensorFlow",
-            "set KERAS_BACKEND=tensorflow in the environment of the run, or leave it out",
+            f"Keras runs on {keras.backend.backend()}, but Keras tasks train on PyTorch or TensorFlow",
+            "set KERAS_BACKEND to torch or tensorflow in the environment of the run, or leave it out",
         )
     if not trains_itself(task.model) and not task.model.built:
         raise UserError("the Keras model has no weights yet", "begin it with keras.Input(shape), or call it on a batch")
@@ -143,21 +143,13 @@ def model_features(task: KerasTask, policy: str, layers: Sequence[keras.layers.L
         layers: layers that normalise over all ranks.
     """
     model, trains, tests = task.model, trains_itself(task.model), evaluates_itself(task.model)
-    optimizers = list(optimizers_in(task.optimizer).values())
-    policies = {layer.dtype_policy.name for layer in model._flatten_layers()}
-    scaled = [isinstance(one, keras.optimizers.LossScaleOptimizer) for one in (task.optimizer, *optimizers)]
     given = {
-        Feature.FP32_MODEL: policy not in policies,
         Feature.JOINT_LAYERS: next((layer.path for layer in layers), None),
         Feature.KERAS: True,
-        Feature.KERAS_SCHEDULE: any(own_learning_rate(one) is None for one in optimizers),
-        Feature.LOSS_SCALE: any(scaled if trains else scaled[:1]),
         Feature.METRICS: bool(task.metrics),
         Feature.NO_EVAL_LOSS: task.loss is None and not tests,
-        Feature.RATE_HOOK: rate_hook(task.hooks),
-        Feature.TASK_SCHEDULE: task.schedule is not None,
         Feature.TEST_STEP: tests,
         Feature.TRAIN_STEP: trains and type(model).__name__,
         Feature.VALIDATION: task.validation is not None,
     }
-    return used(given)
+    return used(given) | optimizer_features(task, policy)

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from hpctrain.backends.keras.keras_model import optimizers_in
 from hpctrain.backends.named_state import refuse_unplaced
 from hpctrain.backends.tensorflow.state.keras_tensors import VariableTensor, optimizer_tensors
 from hpctrain.errors import UserError
@@ -55,12 +56,6 @@ GENERATORS = (keras.random.SeedGenerator, tf.random.Generator)
 def is_end(value: Any) -> bool:
     """Whether a value is a leaf, whose contents are not searched."""
     return isinstance(value, (*VARIABLES, *HOLDERS, *GENERATORS, tf.Tensor, np.ndarray))
-
-
-def optimizers_in(optimizer: Any) -> dict[str, keras.optimizers.Optimizer]:
-    """Optimizers in an optimizer or a dict of them, including itself, by path; inner ones first."""
-    places = list(reached(optimizer, is_end))
-    return {path: value for path, value in reversed(places) if isinstance(value, keras.optimizers.Optimizer)}
 
 
 @dataclass(eq=False)

@@ -14,27 +14,6 @@ from hpctrain.errors import UserError, kind_of
 from hpctrain.tasks.definition import KerasTask
 
 
-def trains_itself(model: Any) -> bool:
-    """Whether a model's class overrides a Keras step or a part of it; it is then trained by its own steps."""
-    kind = type(model)
-    return isinstance(model, keras.Model) and (
-        kind.train_step is not keras.Model.train_step
-        or kind.test_step is not keras.Model.test_step
-        or kind.compute_loss is not keras.Model.compute_loss
-        or kind.compute_metrics is not keras.Model.compute_metrics
-    )
-
-
-def evaluates_itself(model: keras.Model) -> bool:
-    """Whether evaluations use the model's ``test_step``: a custom one, or Keras' if the model has a loss for it."""
-    kind = type(model)
-    if kind.test_step is not keras.Model.test_step:
-        return True
-    return trains_itself(model) and (
-        model._compile_loss is not None or kind.compute_loss is not keras.Model.compute_loss
-    )
-
-
 def scalars(logs: Any, name: str) -> dict[str, tf.Tensor]:
     """Reads a step's result as scalars by name.
 

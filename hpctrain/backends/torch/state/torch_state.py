@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from numpy.typing import NDArray
@@ -57,6 +57,14 @@ class Averages:
             name = self.names[id(parameter)]
             found += tensors.tensors_of(f"ema/{name}", average, self.partition.places.get(name))
         return found
+
+
+@runtime_checkable
+class Reseeded(Protocol):
+    """A module that has random generators."""
+
+    def reseed(self, seed: int) -> None:
+        """Seeds them; ``seed`` differs between ranks."""
 
 
 @dataclass
@@ -118,6 +126,9 @@ class TorchState:
         rank_seed = derive(self.seed, 1, self.parts.world.data.rank, step)  # dropout must differ between ranks
         seed_python(rank_seed)
         torch.manual_seed(rank_seed)
+        for module in self.parts.model.modules():
+            if isinstance(module, Reseeded):
+                module.reseed(rank_seed)
         if step:  # before the first step, the task's own seeds apply
             self.task_state.reseed(rank_seed)
 

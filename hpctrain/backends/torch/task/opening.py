@@ -148,7 +148,7 @@ def look_at(
     joins = wants_joint_statistics(model, config.train.sync_batchnorm)
     features = config.features() | model_features(model, parts, joins, world.data.size, unsuited(parts, task_state))
     features |= used({Feature.CARRIED: carried_by(task), Feature.TORCH_METRICS: of_torchmetrics(task)})
-    features |= pipeline_features(task, task_state)
+    features |= {**pipeline_features(task, task_state), **task.own_features}
     on_meta = parameters_on_meta(model, parts)
     features |= used({Feature.META_INIT: next(iter(on_meta), None)})
     refuse(features)
@@ -227,7 +227,7 @@ def assembled(
     if task.step is not None:
         program = OwnSteps(parts, task.step, train.accumulate, [part.optimizer for part in optimizer_state.every])
     adapt = functools.partial(TorchMetricMeter, device=compute.device)
-    meters = meters_of(task.metrics, TorchMetric, "torchmetrics", adapt)
+    meters = task.own_meters or meters_of(task.metrics, TorchMetric, "torchmetrics", adapt)
     evaluator = TorchEvaluator(parts, passes, averages, meters)
     source = TorchState(
         parts=parts,

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from keras import layers
 
+from hpctrain.backends.keras.keras_compiled import reported
 from hpctrain.backends.tensorflow.keras_framework import KerasFramework
 from hpctrain.backends.tensorflow.runtime import begin_task
-from hpctrain.backends.tensorflow.task.keras_compiled import reported
 from hpctrain.comm.world import alone
 from hpctrain.errors import UserError
 from hpctrain.tasks.definition import KerasTask

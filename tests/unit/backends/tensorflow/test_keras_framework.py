@@ -11,11 +11,12 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
+from hpctrain.backends.keras.keras_model import lacks_weights
 from hpctrain.backends.named_state import BLOCK_BYTES, load_tensors
 from hpctrain.backends.tensorflow.keras_framework import KerasFramework
 from hpctrain.backends.tensorflow.runtime import begin_task
 from hpctrain.backends.tensorflow.state.keras_tensors import VariableTensor
-from hpctrain.backends.tensorflow.state.weights import build_weights, lacks_weights
+from hpctrain.backends.tensorflow.state.weights import build_weights
 from hpctrain.backends.tensorflow.steps.loss_step import decision
 from hpctrain.backends.update import INITIAL, LossScale, UpdateRule
 from hpctrain.comm.world import World, alone

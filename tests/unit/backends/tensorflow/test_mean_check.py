@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from hpctrain.backends.tensorflow.task.keras_compiled import as_loss
+from hpctrain.backends.keras.keras_compiled import as_loss
 from hpctrain.comm.world import alone
 from hpctrain.errors import UserError
 from hpctrain.tasks.definition import KerasTask, PerBatch

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from hpctrain import Selected, UserError
-from hpctrain.backends.tensorflow.keras_framework import KerasMeter
+from hpctrain.backends.keras.keras_meter import KerasMeter
 from hpctrain.tasks.meters import entries_of
 from hpctrain.train.metrics import Seen
 

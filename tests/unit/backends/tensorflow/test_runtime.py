@@ -141,4 +141,4 @@ def test_another_backend_of_keras_is_refused() -> None:
         "require_trainable(N())\n",
         KERAS_BACKEND="torch",
     )
-    assert "UserError: Keras runs on torch, but Keras tasks train on TensorFlow" in ended.stderr
+    assert "UserError: Keras runs on torch, but Keras tasks train on PyTorch or TensorFlow" in ended.stderr

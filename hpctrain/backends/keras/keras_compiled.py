@@ -10,8 +10,7 @@ from typing import Any
 
 import keras
 
-from hpctrain.backends.tensorflow.task.keras_task_state import optimizers_in
-from hpctrain.backends.tensorflow.task.overrides import evaluates_itself, trains_itself
+from hpctrain.backends.keras.keras_model import evaluates_itself, optimizers_in, trains_itself
 from hpctrain.config.combinations import refusal
 from hpctrain.config.features import Feature
 from hpctrain.errors import UserError
@@ -40,7 +39,7 @@ class CompiledLoss:
         return value
 
     def scores(self, outputs: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """(sum, weight) of compiled metrics, by name; call it in a TensorFlow function."""
+        """(sum, weight) of compiled metrics, by name; their values change with the next call."""
         compiled = self.model._compile_metrics
         if compiled is None:
             return {}

@@ -1,0 +1,188 @@
+"""Keras models trained by hpctrain and by Keras' own ``fit``, on Keras' PyTorch backend, where TensorFlow is missing.
+
+Run with KERAS_BACKEND=torch: prints, as JSON, the largest relative difference of all variables by case.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+import numpy as np
+
+BATCH, STEPS = 32, 6
+"""Samples of a batch; batches of an epoch."""
+
+
+class NoTensorFlow(Loader):
+    """Fails imports of TensorFlow."""
+
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+        return ModuleSpec(name, self) if name == "tensorflow" else None
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        raise ImportError(f"{spec.name} is not there")
+
+
+sys.meta_path.insert(0, NoTensorFlow())  # type: ignore[arg-type]
+
+import keras  # noqa: E402
+from keras import layers  # noqa: E402
+
+from hpctrain import KerasTask  # noqa: E402
+from hpctrain.comm.world import alone  # noqa: E402
+from hpctrain.config.sections import Config, DataConfig, TrainConfig  # noqa: E402
+from hpctrain.rank.problem import make_problem  # noqa: E402
+from hpctrain.rank.wiring import make_framework, make_trainer  # noqa: E402
+from hpctrain.train.clock import IntervalClock  # noqa: E402
+
+Model = Callable[[], keras.Model]
+
+
+def data() -> dict[str, Any]:
+    """Samples of two inputs' arrays, a class, a number, and a weight."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(BATCH * STEPS, 8))
+    return {"x": x, "y": x[:, :3].argmax(1), "z": x.sum(1, keepdims=True), "w": rng.uniform(0.5, 2, len(x))}
+
+
+def classes() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((8,)),
+            layers.Dense(16, "tanh", kernel_regularizer="l2"),
+            layers.BatchNormalization(),
+            layers.ActivityRegularization(l2=1e-2),
+            layers.Dense(3, "softmax", kernel_constraint=keras.constraints.MaxNorm(1.0)),
+        ]
+    )
+
+
+def two_outputs() -> keras.Model:
+    given = keras.Input((8,))
+    hidden = layers.Dense(16, "tanh")(given)
+    return keras.Model(given, {"kind": layers.Dense(3)(hidden), "size": layers.Dense(1)(hidden)})
+
+
+class Subclassed(keras.Model):
+    """Builds its layers on the first call, and counts its calls."""
+
+    def build(self, shape: Any) -> None:
+        self.inner = layers.Dense(16, "relu")
+        self.outer = layers.Dense(3, "softmax")
+        self.calls = self.add_weight(shape=(), initializer="zeros", dtype="int32", trainable=False, name="calls")
+
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
+        if training:
+            self.calls.assign_add(1)
+        return self.outer(self.inner(inputs))
+
+
+def labelled(batch: Any) -> Any:
+    return batch["x"], batch["y"]
+
+
+def weighted(batch: Any) -> Any:
+    return batch["x"], batch["y"], batch["w"]
+
+
+def named(batch: Any) -> Any:
+    return batch["x"], {"kind": batch["y"], "size": batch["z"]}
+
+
+def decayed() -> Any:
+    schedule = keras.optimizers.schedules.ExponentialDecay(1e-2, 2, 0.9)
+    optimizer = keras.optimizers.AdamW(schedule, weight_decay=0.1, clipnorm=0.5)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return optimizer
+
+
+SPARSE = {"loss": "sparse_categorical_crossentropy", "metrics": ["accuracy"]}
+CASES: dict[str, tuple[Model, Any, Any, dict[str, Any]]] = {
+    "schedule, clipnorm, decay": (classes, labelled, decayed, SPARSE),
+    "momentum, average": (classes, labelled, lambda: keras.optimizers.SGD(0.1, 0.9, use_ema=True), SPARSE),
+    "global norm": (classes, labelled, lambda: keras.optimizers.RMSprop(1e-3, global_clipnorm=0.1), SPARSE),
+    "nadam": (classes, labelled, lambda: keras.optimizers.Nadam(1e-2), SPARSE),
+    "adafactor": (classes, labelled, lambda: keras.optimizers.Adafactor(1e-2), SPARSE),
+    "accumulates": (classes, labelled, lambda: keras.optimizers.Adam(1e-2, gradient_accumulation_steps=2), SPARSE),
+    "sample weights": (classes, weighted, lambda: keras.optimizers.Adam(1e-2), SPARSE),
+    "subclass": (Subclassed, labelled, lambda: keras.optimizers.Adam(1e-2), SPARSE),
+    "two outputs": (
+        two_outputs,
+        named,
+        lambda: keras.optimizers.Lion(1e-3),
+        {
+            "loss": {"kind": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "size": "mse"},
+            "loss_weights": {"kind": 1.0, "size": 0.3},
+            "metrics": {"size": ["mae"]},
+        },
+    ),
+}
+
+
+def compiled(case: str) -> tuple[keras.Model, Any]:
+    """A new compiled model with equal weights each time, and its ``fit_data``."""
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(0)
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    make, fit_data, optimizer, settings = CASES[case]
+    model = make()
+    model.compile(optimizer=optimizer(), **settings)
+    return model, fit_data
+
+
+def task(case: str) -> KerasTask:
+    """The task of a case."""
+    model, fit_data = compiled(case)
+    return KerasTask(model=model, fit_data=fit_data, train=data(), validation=data())
+
+
+def by_hpctrain(case: str, **settings: Any) -> tuple[keras.Model, dict[str, float]]:
+    """The model after two epochs, and its metrics; with other settings of the run file."""
+    own = TrainConfig(epochs=2, global_batch=BATCH, **settings)
+    name = "tests.tasks.keras_on_torch:task"
+    config = Config(name="test", task=name, task_args={"case": case}, train=own, data=DataConfig(shuffle="none"))
+    problem, world, clock = make_problem(config, alone()), alone(), IntervalClock()
+    framework = make_framework(config, world, problem.task, clock)
+    trainer = make_trainer(config, world, problem, framework, clock, [])
+    metrics = trainer.fit().metrics
+    model = problem.task.model.hidden[0]
+    if model.optimizer.use_ema:  # fit ends with the averages
+        model.optimizer.finalize_variable_values(model.trainable_variables)
+    return model, {} if model.optimizer.use_ema else dict(metrics)
+
+
+def by_keras(case: str) -> tuple[keras.Model, dict[str, float]]:
+    """The same by ``fit``."""
+    model, fit_data = compiled(case)
+    given = fit_data(data())
+    model.fit(*given[:2], sample_weight=(*given, None)[2], batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+    return model, model.evaluate(*given[:2], sample_weight=(*given, None)[2], verbose=0, return_dict=True)
+
+
+def difference(first: keras.Model, second: keras.Model) -> float:
+    """Largest difference of two models' weights, statistics and counters."""
+    pairs = zip(first.weights, second.weights, strict=True)
+    return max(float(np.abs(one.numpy() - other.numpy()).max()) for one, other in pairs)
+
+
+def main() -> None:
+    """Prints what all cases give."""
+    found: dict[str, Any] = {}
+    for case in sys.argv[1:] or CASES:
+        (ours, our_metrics), (theirs, metrics) = by_hpctrain(case), by_keras(case)
+        found[case] = {
+            "weights": difference(ours, theirs),
+            "metrics": {name: abs(our_metrics[name] - value) for name, value in metrics.items() if name in our_metrics},
+            "names": sorted(our_metrics),
+        }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
