@@ -67,7 +67,7 @@ TOKENS: dict[str, int] = {
     "tasks": 7297,
     "backends": 118866,
     "checkpoint": 49059,
-    "monitor": 32528,
+    "monitor": 32559,
     "track": 6428,
     "rank": 15548,
     "programs": 4606,

@@ -46,6 +46,8 @@ class Rule:
     """Fraction of the time that all ranks' pauses together must cost to be reported."""
     imbalance: float = 0.10
     """Fraction of the time lost to unequal work from which it is reported."""
+    shortest_turns: float = 0.02
+    """Seconds of a step below which ranks that take turns are not reported: the system's own work looks the same."""
     uneven_plan: float = 0.07
     """Fraction of the time that equal stages or tensor indexes would save from which it is reported."""
     luck: float = 1e-6
@@ -318,7 +320,8 @@ class Judge:
 
     def turns(self, window: Window, busy: Array, blamed: NDArray[np.bool_]) -> float:
         """Fraction of the time lost because peers that are not blamed take turns at being slowest."""
-        if self.peers.by_own_past:
+        step_s = slowness.step_seconds(window.busy, window.wait) / window.steps
+        if self.peers.by_own_past or step_s < self.rule.shortest_turns:
             return 0.0
         busy, wait = busy[~blamed], window.wait[~blamed]
         groups = [group for group in self.peers.groups(window.ranks[~blamed]) if len(group) > 1]
