@@ -86,7 +86,7 @@ HELPED_SHARE = 4
 """Cores per rank from which one core is left to the data loader, the checkpoint writer and Horovod's thread."""
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
-SPINNING, SPINS = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}, "2000"
+SPINNING, SPINS = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}, "10000"
 """How OpenMP's threads wait for each other. By default GNU's spin for milliseconds, which is lost where another process
 has the core: on a busy machine, two threads took 40 times the time of one for a small model. Two thousand turns, some
 tens of microseconds, reach from one operation to the next."""
