@@ -81,7 +81,7 @@ class StandIn:
             for each in container["env"]
         }
         resolved = {key: value.replace(f"{name}-0.{name}", self.network.addresses[0]) for key, value in given.items()}
-        script = container["args"][0].replace(manifest.RUN_FILE, str(self.run_file))
+        script = container["args"][0].replace(str(manifest.RUN_FILE), str(self.run_file))
         env = environment({**INTERFACES, **resolved, "JOB_COMPLETION_INDEX": str(index), "PATH": self.path})
         words = self.network.on(index, "exec", *container["command"], script)
         self.pods[index] = subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL)

@@ -180,5 +180,6 @@ def test_a_store_that_is_not_there_keeps_the_position(tmp_path: Path, monkeypatc
         "uri": "uri",
         "run_id": "abc",
         "offset": 12,
+        "has_params": True,
         "problem": "database is locked",
     }
