@@ -91,8 +91,9 @@ def befall(what: str, child: subprocess.Popen[bytes], chance: random.Random) -> 
         child.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(LIMIT_S)
-    for process in [child, *below]:
-        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+    child.kill()
+    for process in below:
+        with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     child.wait()
 

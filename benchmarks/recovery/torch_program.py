@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -47,7 +48,7 @@ def loaded(folder: Path, net: torch.nn.Module, optimizer: torch.optim.Optimizer)
     if newest is None:
         return 0
     model, of_optimizer = get_state_dict(net, optimizer)
-    state = {"model": model, "optimizer": of_optimizer}
+    state: dict[str, Any] = {"model": model, "optimizer": of_optimizer}
     dcp.load(state, checkpoint_id=newest)
     set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return int(newest.name.removeprefix("step-"))
