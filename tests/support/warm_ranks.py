@@ -43,6 +43,7 @@ def preloaded(framework: str, environment: Mapping[str, str]) -> Path:
 
 def _started(framework: str, environment: Mapping[str, str]) -> Path:
     path = Path(tempfile.mkdtemp(prefix="ranks-")) / "socket"
+    environment = {**environment, "OMP_NUM_THREADS": "1"}  # read at import, so that forks cannot change it
     words = [sys.executable, "-P", "-m", "tests.support.warm_ranks", str(path), framework]
     parent = subprocess.Popen(words, env=environment, cwd=path.parent, stdin=subprocess.DEVNULL, start_new_session=True)
     atexit.register(end, parent, path.parent)
