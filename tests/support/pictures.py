@@ -91,7 +91,7 @@ def watch(work: Path, picture: Path) -> None:
             name="gpt",
             task=f"{ROOT}/examples/gpt.py:task",
             task_args={"train": str(work / "tokens.h5"), "width": 256, "blocks": 6, "heads": 8, "kv_heads": 4},
-            train={"steps": 3000, "global_batch": 16, "clip_norm": 1.0},
+            train={"steps": 1200, "global_batch": 16, "clip_norm": 1.0},
             schedule={"kind": "cosine", "warmup_steps": 100, "final_factor": 0.1},
             checkpoint={"tiers": {"memory": {"every_steps": 50}}},
             launch={"ranks_per_node": 1},
