@@ -7,7 +7,8 @@ from functools import partial
 
 import torch
 
-from hpctrain.backends.torch.reduce.reducer import Reducer, TorchReducers
+from hpctrain.backends.torch.reduce.reducer import Reducer
+from hpctrain.backends.torch.reduce.torch_reducers import TorchReducers
 from hpctrain.bench.ranks import take_turns, write_rows
 from hpctrain.comm.world import World, connect
 from hpctrain.config.sections import ReduceConfig

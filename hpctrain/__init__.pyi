@@ -4,9 +4,9 @@ from hpctrain.backends.tensorflow.keras_reducer import KerasReducer as _KerasRed
 from hpctrain.backends.tensorflow.keras_reducer import Pieces as _KerasGradients
 from hpctrain.backends.tensorflow.keras_reducer import broadcast as _keras_broadcast
 from hpctrain.backends.tensorflow.keras_reducer import measured_reducer as _keras_reducer
+from hpctrain.backends.torch.process_groups import broadcast as _torch_broadcast
 from hpctrain.backends.torch.reduce.reducer import Reducer as _TorchReducer
-from hpctrain.backends.torch.reduce.reducer import broadcast as _torch_broadcast
-from hpctrain.backends.torch.reduce.reducer import measured_reducer as _torch_reducer
+from hpctrain.backends.torch.reduce.torch_reducers import measured_reducer as _torch_reducer
 from hpctrain.backends.torch.steps.step_context import StepContext as StepContext
 from hpctrain.backends.torch.strategies.tp_group import cross_entropy as cross_entropy
 from hpctrain.backends.torch.task.carried import CarriedState as CarriedState

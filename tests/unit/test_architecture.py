@@ -65,7 +65,7 @@ TOKENS: dict[str, int] = {
     "reduce": 15030,
     "train": 14326,
     "tasks": 7297,
-    "backends": 118866,
+    "backends": 119010,
     "checkpoint": 49059,
     "monitor": 32559,
     "track": 6428,

@@ -340,6 +340,28 @@ def peers_of(group: Group, device: torch.device, timeout_s: float = TIMEOUT_S) -
     return OPEN[group].shared()
 
 
+def broadcast(group: Group, tensors: Sequence[Tensor], what: str, peers: ProcessGroup | None = None) -> None:
+    """Overwrites tensors with those of the group's rank 0. Collective.
+
+    Args:
+        group: the ranks, such as ``world.data``.
+        tensors: on any device, of the same shapes and dtypes on every rank.
+        what: completes "waited for the other ranks to ..." in an error.
+        peers: process group of the same ranks, which sends them from device to device; None: through host memory.
+    """
+    if group.comm is None:
+        return
+    for tensor in tensors:
+        device = "cpu" if peers is None else tensor.device
+        copy = tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+        if peers is None:
+            group.broadcast_array(copy.view(-1).view(torch.uint8).numpy(), what)
+        elif copy.numel():
+            peers.broadcast(copy.view(-1).view(torch.uint8), 0, what)()
+        with torch.no_grad():
+            tensor.copy_(copy)
+
+
 @contextlib.contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Sets environment variables that torch reads in the body."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hpctrain.backends.torch import accelerator
 from hpctrain.backends.torch.process_groups import ProcessGroup
-from hpctrain.backends.torch.reduce.reducer import Number, fill_slots
+from hpctrain.backends.torch.reduce.slots import Number, fill_slots
 from hpctrain.backends.torch.strategies.sharded_exchange import ShardedExchange
 from hpctrain.reduce.flat_layout import SQUARE, Layout
 

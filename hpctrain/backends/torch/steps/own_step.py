@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from hpctrain.backends.torch.reduce.reducer import Number
+from hpctrain.backends.torch.reduce.slots import Number
 from hpctrain.backends.torch.steps.step_context import Setting, StepContext
 from hpctrain.backends.torch.steps.update_step import Parts
 from hpctrain.backends.torch.steps.updates import Exchanges, Passes

@@ -10,7 +10,7 @@ import torch
 from torch.nn import Module
 
 from hpctrain.backends.torch.device import Compute
-from hpctrain.backends.torch.reduce.reducer import Number
+from hpctrain.backends.torch.reduce.slots import Number
 from hpctrain.backends.torch.steps.updates import Trained
 from hpctrain.backends.torch.task.checks import describe, require_score
 from hpctrain.backends.torch.task.shares import ONLY

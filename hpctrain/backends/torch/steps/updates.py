@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Parameter
 
-from hpctrain.backends.torch.reduce.reducer import Number, Reducer, SummedGradients
+from hpctrain.backends.torch.reduce.reducer import Reducer, SummedGradients
+from hpctrain.backends.torch.reduce.slots import Number
 from hpctrain.backends.torch.strategies.tp_group import HALVES
 from hpctrain.backends.torch.task.checks import SCALAR, has_hooks
 from hpctrain.backends.update import Decision, NotFinite, UpdateRule

@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 
 from hpctrain.backends.named_state import plain_name
 from hpctrain.backends.torch.device import Compute
-from hpctrain.backends.torch.reduce.reducer import SummedGradients, TorchReducers
+from hpctrain.backends.torch.reduce.reducer import SummedGradients
+from hpctrain.backends.torch.reduce.torch_reducers import TorchReducers
 from hpctrain.backends.torch.state.optimizer import OptimizerPart, Slots
 from hpctrain.backends.torch.steps.update_step import PassRunner
 from hpctrain.backends.torch.steps.updates import ReducerSource

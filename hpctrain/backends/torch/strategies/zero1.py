@@ -18,8 +18,10 @@ from torch.optim import Optimizer
 
 from hpctrain.backends.torch.process_groups import by_group, peers_of, word_of
 from hpctrain.backends.torch.reduce.gradients import FlatGradients, as_real, view_like
-from hpctrain.backends.torch.reduce.reducer import ByFlatGradients, Number, Reducer, bucket_sizes, common_kind
+from hpctrain.backends.torch.reduce.reducer import ByFlatGradients, Reducer
 from hpctrain.backends.torch.reduce.sharded import GroupSharded, HostSharded, StagedSharded, TensorSharded
+from hpctrain.backends.torch.reduce.slots import Number
+from hpctrain.backends.torch.reduce.torch_reducers import bucket_sizes, common_kind
 from hpctrain.backends.torch.state.optimizer import Slots
 from hpctrain.backends.torch.strategies.estimated import Estimated
 from hpctrain.backends.torch.strategies.memory_estimate import MemoryEstimate

@@ -14,8 +14,14 @@ from hpctrain.backends.joint_statistics import BatchNorms
 from hpctrain.backends.named_state import plain_name, require_same_model
 from hpctrain.backends.torch import accelerator
 from hpctrain.backends.torch.device import Compute, compute_of, require_same_kind, stay_near
-from hpctrain.backends.torch.process_groups import ProcessGroup, by_group, peers_of, sum_exactly, use_shared_network
-from hpctrain.backends.torch.reduce.reducer import broadcast
+from hpctrain.backends.torch.process_groups import (
+    ProcessGroup,
+    broadcast,
+    by_group,
+    peers_of,
+    sum_exactly,
+    use_shared_network,
+)
 from hpctrain.backends.torch.state.optimizer import OptimizerPart, OptimizerState
 from hpctrain.backends.torch.state.tensors import layout_of, module_tensors, other_names, shared_buffers
 from hpctrain.backends.torch.state.torch_state import Averages, TorchState, passes_leave

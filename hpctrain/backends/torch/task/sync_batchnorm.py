@@ -13,8 +13,7 @@ from torch.nn import Module, functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpctrain.backends.joint_statistics import JointStatistics
-from hpctrain.backends.torch.process_groups import ProcessGroup, have_own_gpus, peers_of
-from hpctrain.backends.torch.reduce.reducer import broadcast
+from hpctrain.backends.torch.process_groups import ProcessGroup, broadcast, have_own_gpus, peers_of
 from hpctrain.backends.torch.strategies.tp_group import HALVES
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError

@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hpctrain.backends.torch.reduce.reducer import measured_reducer  # noqa: E402
+from hpctrain.backends.torch.reduce.torch_reducers import measured_reducer  # noqa: E402
 from hpctrain.backends.torch.state.optimizer import OptimizerPart, joined  # noqa: E402
 from hpctrain.backends.torch.task.shares import sparse_parameters  # noqa: E402
 from hpctrain.comm.world import alone  # noqa: E402 (after the skip)

@@ -14,7 +14,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from hpctrain.backends.torch.process_groups import DefaultGroup
-from hpctrain.backends.torch.reduce.reducer import Number, Reducer, fill_slots, read
+from hpctrain.backends.torch.reduce.reducer import Reducer
+from hpctrain.backends.torch.reduce.slots import Number, fill_slots, read
 from hpctrain.backends.torch.strategies.fsdp.layer_order import COMPARED_UPDATES
 from hpctrain.backends.torch.strategies.fsdp.sharded_model import FullySharded, local_of
 from hpctrain.backends.torch.strategies.parameter_traits import refuse_late

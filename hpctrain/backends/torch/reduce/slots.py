@@ -1,0 +1,42 @@
+"""Numbers that are exchanged with gradients: loss, weight, norm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from hpctrain.reduce.flat_layout import LOSS, SLOTS, WEIGHT, WEIGHTED
+
+Number: TypeAlias = float | torch.Tensor
+"""A float, or a scalar tensor on any device."""
+
+
+def fill_slots(slots: Tensor | list[Number], loss: Number, weight: Number | None) -> None:
+    """Puts this rank's part of the loss, and its weight if there is one, into zeroed slots."""
+    slots[LOSS] = loss
+    if weight is not None:
+        slots[WEIGHT] = weight
+        slots[WEIGHTED] = 1.0
+
+
+def taken_apart(numbers: list[float]) -> tuple[float | None, list[float]]:
+    """The norm that follows the slots, if it does, and the slots."""
+    return next(iter(numbers[SLOTS:]), None), numbers[:SLOTS]
+
+
+def norm_of(tensors: Sequence[Tensor]) -> Tensor:
+    """L2 norm over all elements of all tensors, on their device."""
+    if not tensors:
+        return torch.zeros(())
+    norms = torch._foreach_norm(list(tensors))
+    return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
+
+
+def read(numbers: Sequence[Number]) -> list[float]:
+    """Numbers as floats; those on a device are read together, in one wait for it."""
+    there = [one.detach().double().view(()) for one in numbers if isinstance(one, Tensor)]
+    found = iter(torch.stack(there).tolist() if there else [])
+    return [next(found) if isinstance(one, Tensor) else one for one in numbers]
