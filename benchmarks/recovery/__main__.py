@@ -52,10 +52,23 @@ def ours(framework: str, ranks: int, folder: Path, kills: int, steps: int = STEP
 
 
 def torchrun(name: str, ranks: int, folder: Path, kills: int, steps: int = STEPS, *more: str) -> list[str]:
-    """Command of torchrun on one machine, for a program of this package."""
+    """Command of torchrun on one machine, for a program of this package.
+
+    Ranks that start again in the store that torchrun shares with them find one another's old addresses, and Gloo then
+    hangs or fails (PyTorch 2.13: 3 of 8 kills), so they get a store of their own for each attempt.
+    """
     program = ["-m", f"benchmarks.recovery.{name}", "--notes", str(folder / "log"), *more]
     options = ["--checkpoint", str(folder / "state.pt"), "--steps", str(steps), "--batch", str(BATCH)]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", str(kills + 1)]
+    launcher = [
+        "env",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--max-restarts",
+        str(kills + 1),
+    ]
     return [*launcher, "--nproc-per-node", str(ranks), *program, *options]
 
 

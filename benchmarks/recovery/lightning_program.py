@@ -35,12 +35,12 @@ class Notes(Callback):
     """Notes each step on rank 0."""
 
     def __init__(self, log: Path) -> None:
-        self.log = log
+        self.file = log
 
     def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
         """See ``Callback``."""
         if trainer.global_rank == 0:
-            note(self.log, trainer.global_step)
+            note(self.file, trainer.global_step)
 
 
 def main() -> None:
