@@ -13,6 +13,7 @@ from benchmarks.gpu_proof.machine import device_of, finish
 from benchmarks.gpu_proof.rows import Figures, Setting, require
 from benchmarks.gpu_proof.runs import furthest, run_file, trained
 from benchmarks.gpu_proof.speed import WARM, Clocked, can_compile
+from hpctrain.backends.torch.steps.updates import Trained
 from hpctrain.backends.torch.task.by_name import make_optimizer
 
 LARGEST = {"tf32": 2e-2, "benchmark": 2e-2, "compiled": 1e-3, "graphs": 1e-3}
@@ -70,6 +71,39 @@ def compared(setting: Setting, task: str, sizes: Any, batch: int, settings: Mapp
         figures[f"{name}_difference"] = difference = furthest(losses[name][:1], losses[first][:1])
         require(difference <= LARGEST[name], f"losses of {name} differ by {difference:.2g} from those of {first}")
     return figures
+
+
+def ahead(setting: Setting) -> Figures:
+    """Trains a GPT whose fused optimizer is launched before the host reads the loss, and after: equal losses, and the
+    milliseconds of a step."""
+    sizes = {"width": 1024, "blocks": 12, "heads": 16, "length": 256} if setting.on_gpu else {}
+    steps = WARM + (20 if setting.on_gpu else 4)
+    seconds: dict[str, list[float]] = {"after": [], "ahead": []}
+    losses, launched = {}, list[bool]()
+    plain, launch = Trained.can_step_ahead, Trained.step_ahead
+
+    def noted(self: Trained, *given: Any) -> None:
+        launched.append(True)
+        launch(self, *given)
+
+    try:
+        Trained.step_ahead = noted  # type: ignore[assignment,method-assign]
+        for turn in range(2):
+            for name, taken in seconds.items():
+                Trained.can_step_ahead = plain if name == "ahead" else False  # type: ignore[assignment,method-assign]
+                clocked = Clocked(WARM, steps, setting.on_gpu)
+                config = run_file(
+                    setting.folder / f"{name}-{turn}", "gpt", {**sizes, "fused": True}, steps, 8,
+                    train={"precision": "bf16", "clip_norm": 1.0}, checkpoint={"enabled": False},
+                    track={"every_steps": WARM},
+                )  # fmt: skip
+                losses[name] = list(trained(config, [clocked]).of_step.values())
+                taken.append(clocked.step_s)
+    finally:
+        Trained.can_step_ahead, Trained.step_ahead = plain, launch  # type: ignore[method-assign]
+    require(losses["ahead"] == losses["after"], "losses differ")
+    require(len(launched) == (2 * steps if setting.on_gpu else 0), f"{len(launched)} steps were launched ahead")
+    return {f"{name}_ms": 1000 * min(taken) for name, taken in seconds.items()}
 
 
 def fused(setting: Setting) -> Figures:

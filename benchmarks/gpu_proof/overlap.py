@@ -69,7 +69,7 @@ class CountsWaits(BaseHook):
 
 
 def waits(setting: Setting) -> Figures:
-    """At most one wait for the device per update, also with clipping."""
+    """At most one wait for the device per update, also with clipping; waits for an event are not counted."""
     found = {}
     for name, train in {"plain": {}, "clipped": {"clip_norm": 1.0}}.items():
         counts = CountsWaits(setting.on_gpu)

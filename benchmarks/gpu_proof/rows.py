@@ -96,6 +96,8 @@ def _rows() -> list[Row]:
         Row("kernels-graphs", "a model bound by launches: eager, compiled, CUDA graphs", "kernels:graphs", 1, 180,
             alone=True),
         Row("kernels-fused", "an optimizer named in the run file, and PyTorch's default", "kernels:fused", alone=True),
+        Row("kernels-ahead", "a fused optimizer launched before the host reads the loss, and after", "kernels:ahead", 1,
+            120, alone=True),
         Row("published-vit", "NERSC's weather ViT from HDF5, next to 64 samples/s on one A100", "published:vit", 1, 180,
             alone=True),
         Row("published-llama", "Llama 3 8B's shape, 4,096 tokens, next to 10,471 tokens/s on one H200",

@@ -36,6 +36,7 @@ def gpt(
     lr: float = 1e-3,
     dropout: bool = False,
     wait_s: float = 0.0,
+    fused: bool = False,
 ) -> TorchTask:
     """GPT with fixed weights and tokens; ``wait_s`` is the time to read a sample."""
     torch.manual_seed(0)
@@ -47,7 +48,7 @@ def gpt(
     return TorchTask(
         model=model,
         loss=token_loss,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=lr),
+        optimizer=torch.optim.AdamW(model.parameters(), lr=lr, fused=fused),
         train={"inputs": tokens[:, :-1].copy(), "targets": tokens[:, 1:].copy()},
         transform=slow(wait_s) if wait_s else None,
         tensor={

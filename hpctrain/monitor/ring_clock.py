@@ -33,6 +33,9 @@ class Marks(Protocol):
     def mark(self, phase: int) -> None:
         """Counts the time since the last mark as this phase's."""
 
+    def mark_ahead(self, phase: int) -> None:
+        """See StepClock."""
+
     def end_step(self, work: float = 1.0) -> None:
         """Ends a step."""
 
@@ -70,6 +73,9 @@ class RingClock:
         head = self.head
         head[MARKED_AT] = now
         head[MARKED_PHASE] = phase
+
+    def mark_ahead(self, phase: int) -> None:
+        """Does nothing: the times are the host's."""
 
     def mark_past(self, phase: int, ago_s: float) -> None:
         """See StepClock."""
@@ -117,8 +123,9 @@ class RingClock:
         return now - self.wait_began
 
     def follow(self, marks: Marks) -> None:
-        """Delegates ``mark``, ``end_step`` and ``end_wait`` to ``marks``, which writes this clock's totals."""
-        self.mark, self.end_step, self.end_wait = marks.mark, marks.end_step, marks.end_wait  # type: ignore[method-assign]
+        """Delegates what ``marks`` has to it; it writes this clock's totals."""
+        self.mark, self.mark_ahead = marks.mark, marks.mark_ahead  # type: ignore[method-assign]
+        self.end_step, self.end_wait = marks.end_step, marks.end_wait  # type: ignore[method-assign]
 
     def beat(self, phase: float) -> None:
         """Shows the agent that this rank is alive, and the phase that has ended; for Marks."""

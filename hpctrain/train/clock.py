@@ -46,6 +46,9 @@ class StepClock(Protocol):
     def mark(self, phase: Phase) -> None:
         """Attributes the time since the last mark to this phase."""
 
+    def mark_ahead(self, phase: Phase) -> None:
+        """Ends a phase on a device, at this point of its queue, before the host's own ``mark`` of it."""
+
     def mark_past(self, phase: Phase, ago_s: float) -> None:
         """Like ``mark``, for a phase that ended this many seconds ago, but not before the last mark."""
 
@@ -63,6 +66,9 @@ class NoClock:
     """A clock that records nothing, for rehearsals and for models that are not trained."""
 
     def mark(self, phase: Phase) -> None:
+        """See StepClock."""
+
+    def mark_ahead(self, phase: Phase) -> None:
         """See StepClock."""
 
     def mark_past(self, phase: Phase, ago_s: float) -> None:
@@ -106,6 +112,9 @@ class IntervalClock:
         now = time.perf_counter()
         self.seconds[phase] += now - self.last
         self.last = now
+
+    def mark_ahead(self, phase: Phase) -> None:
+        """Does nothing: the times are the host's."""
 
     def mark_past(self, phase: Phase, ago_s: float) -> None:
         ended = past(time.perf_counter(), ago_s, self.last)

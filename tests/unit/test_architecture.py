@@ -63,11 +63,11 @@ TOKENS: dict[str, int] = {
     "run": 26121,
     "data": 48802,
     "reduce": 15030,
-    "train": 14326,
+    "train": 14362,
     "tasks": 7297,
-    "backends": 119010,
+    "backends": 119810,
     "checkpoint": 49059,
-    "monitor": 32559,
+    "monitor": 32590,
     "track": 6428,
     "rank": 15548,
     "programs": 4606,
@@ -371,6 +371,7 @@ SET_FROM_OUTSIDE = {
     *("epilog", "overrides", "program", "extraction_filter", "_devices", "_timeout"),
     *("_value", "_shape", "keras_variable"),  # Keras variables get the tensors of a plan
     "unsharded_accumulated_grad",  # of FSDP2, which has no other way to say that a gradient is zero so far
+    "found_inf",  # of torch's optimizers, which read it as GradScaler sets it
     *("group_name", "global_ranks_in_group"),
     *("last_backward", "batch_norm", "_moments", "embeddings", "update_step", "joint"),
     *(

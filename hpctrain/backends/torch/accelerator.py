@@ -7,7 +7,7 @@ PyTorch calls NVIDIA's devices ``cuda``, AMD's too (its ROCm builds), and Intel'
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,16 @@ def synchronize_stream(device: torch.device) -> None:
 def event(device: torch.device, timed: bool = False) -> Any:
     """Makes an event; ``record`` records it on the current stream."""
     return api(device).Event(enable_timing=timed)
+
+
+def reaching_here(device: torch.device) -> Callable[[], object]:
+    """A function that waits until the device has reached this point of the current stream."""
+    if device.type == "cpu":
+        return lambda: None
+    here = event(device)
+    here.record()
+    wait: Callable[[], object] = here.synchronize
+    return wait
 
 
 class SideStream:

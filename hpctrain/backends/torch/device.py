@@ -175,6 +175,8 @@ class DeviceMarks:
         self.waiting: deque[tuple[int, Any, float, float]] = deque()
         """Phase, event at its end, the step's work if the step ends there (else -1), and seconds spent waiting."""
         self.waited_s = 0.0
+        self.ahead: int | None = None
+        """Phase whose end is queued, and which the host has yet to mark."""
         self.last = self.record()
         clock.on_gpu(accelerator.pci_address(device))
 
@@ -185,8 +187,15 @@ class DeviceMarks:
         return event
 
     def mark(self, phase: int) -> None:
-        self.append(phase, -1.0)
+        if phase != self.ahead:
+            self.append(phase, -1.0)
+        self.ahead = None
         self.clock.beat(phase)
+
+    def mark_ahead(self, phase: int) -> None:
+        """See StepClock. The agent still sees a rank that waits in this phase."""
+        self.append(phase, -1.0)
+        self.ahead = phase
 
     def end_step(self, work: float = 1.0) -> None:
         """See Marks. Publishes what the device has finished; a step's row may come some steps late."""

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from hpctrain.backends.torch.reduce import allreduce
 from hpctrain.backends.torch.reduce.gradients import FlatGradients, Sparse, SparseGradients, densify
-from hpctrain.backends.torch.reduce.slots import Number, fill_slots, norm_of, read, taken_apart
+from hpctrain.backends.torch.reduce.slots import Number, fill_slots, norm_of, read_behind, taken_apart
 from hpctrain.reduce.flat_layout import SLOTS, ExchangeResult, read_slots
 from hpctrain.reduce.int8_sum import Residue
 from hpctrain.train.clock import Phase, StepClock
@@ -67,6 +67,11 @@ class Reducer(SummedGradients, Protocol):
         """Called before each backward pass of an update; ``totals`` returns what ``exchange`` would get after it."""
         return
 
+    def before_reading(self, act: Callable[[torch.Tensor], object]) -> bool:
+        """Has the next ``exchange`` of this update call ``act`` once it has launched everything, with the numbers that
+        it is going to read: slots, and the norm if it is needed. Returns whether it will."""
+        return False
+
     def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> ExchangeResult:
         """Sums gradients over the ranks; returns the loss and divisor sent with them. Collective.
 
@@ -95,6 +100,12 @@ class WithNorm(Reducer):
     needs_norm: bool
     known_norm: float | None = None
     """The norm of this update's gradients, if ``exchange`` has read it."""
+    act: Callable[[torch.Tensor], object] | None = None
+    """See ``before_reading``."""
+
+    def before_reading(self, act: Callable[[torch.Tensor], object]) -> bool:
+        self.act = act
+        return True
 
     def norm(self) -> float:
         """See SummedGradients."""
@@ -103,6 +114,12 @@ class WithNorm(Reducer):
     def forget_norm(self) -> None:
         """Gradients have changed since ``exchange``."""
         self.known_norm = None
+
+    def read(self, slots: torch.Tensor) -> ExchangeResult:
+        """Reads the summed slots, and the norm if it is needed."""
+        numbers = torch.cat([slots, norm_of(self.gradients()).to(slots).view(1)]) if self.needs_norm else slots
+        self.known_norm, found = taken_apart(read_behind(numbers, self.act))
+        return read_slots(found)
 
 
 class NoReducer(WithNorm):
@@ -124,24 +141,26 @@ class NoReducer(WithNorm):
         self.sparse = sparse
 
     def begin(self) -> None:
-        self.known_norm = None
+        self.known_norm = self.act = None
         for parameter in self.parameters:
             parameter.grad = None
         self.tables.begin()
 
     def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> ExchangeResult:
+        self.complete()
+        device = self.parameters[0].device if self.parameters else torch.device("cpu")
+        slots = torch.zeros(SLOTS, dtype=torch.float64, device=device)
+        fill_slots(slots, loss, weight)
+        return self.read(slots)
+
+    def complete(self) -> None:
+        """Gives zeros to parameters without a gradient, and makes gradients dense that must be."""
         for name, parameter in self.named:
             if parameter.grad is None:  # as with several ranks, which cannot tell if it is unused on all of them
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
             elif parameter.grad.is_sparse:
                 parameter.grad = densify(name, parameter.grad, self.sparse)
         self.tables.exchange()
-        numbers: list[Number] = [0.0] * SLOTS
-        fill_slots(numbers, loss, weight)
-        if self.needs_norm:
-            numbers.append(norm_of(self.gradients()))
-        self.known_norm, slots = taken_apart(read(numbers))
-        return read_slots(slots)
 
     def gradients(self) -> list[torch.Tensor]:
         dense = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
@@ -223,10 +242,14 @@ class FlatReducer(ByFlatGradients, WithNorm):
         self.early = allowed and self.arrive is not None and not self.converts
 
     def begin(self) -> None:
-        self.known_norm = None
+        self.known_norm = self.act = None
         self.flat_gradients.begin()
         for one in self.others:
             one.begin()
+
+    def before_reading(self, act: Callable[[torch.Tensor], object]) -> bool:
+        """See Reducer."""
+        return not self.early and super().before_reading(act)
 
     def before_backward(self, totals: Callable[[], tuple[Number, Number | None]]) -> None:
         """See Reducer."""
@@ -250,12 +273,8 @@ class FlatReducer(ByFlatGradients, WithNorm):
             return read_slots(self.slots.tolist())
         self.finish()
         for one in self.others:
-            one.exchange()
-        numbers = self.slots
-        if self.needs_norm:
-            numbers = torch.cat([numbers, norm_of(self.gradients()).to(numbers).view(1)])
-        self.known_norm, slots = taken_apart(numbers.tolist())
-        return read_slots(slots)
+            one.exchange() if isinstance(one, SparseGradients) else one.complete()
+        return self.read(self.slots)
 
     def parts(self, clock: StepClock) -> Iterator[list[torch.Tensor]]:
         """See Reducer."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from hpctrain.backends.torch import accelerator
 from hpctrain.reduce.flat_layout import LOSS, SLOTS, WEIGHT, WEIGHTED
 
 Number: TypeAlias = float | torch.Tensor
@@ -20,6 +21,17 @@ def fill_slots(slots: Tensor | list[Number], loss: Number, weight: Number | None
     if weight is not None:
         slots[WEIGHT] = weight
         slots[WEIGHTED] = 1.0
+
+
+def read_behind(numbers: Tensor, act: Callable[[Tensor], object] | None) -> list[float]:
+    """Reads numbers from a device, which meanwhile has what ``act(numbers)`` gives it to do."""
+    if act is None:
+        return numbers.tolist()
+    there = numbers.to("cpu", non_blocking=True)
+    wait = accelerator.reaching_here(numbers.device)
+    act(numbers)
+    wait()
+    return there.tolist()
 
 
 def taken_apart(numbers: list[float]) -> tuple[float | None, list[float]]:

@@ -131,6 +131,9 @@ class UpdateStep:
         passes = Passes(reducer, trained.rule.scale, global_samples)
         with parts.batch_norms.update(len(micro_batches)):
             self.passes.run(passes, micro_batches, clock)
+            weighted = passes.weighted or not micro_batches  # then this rank cannot know
+            step = functools.partial(trained.step_ahead, reducer, clock, weighted)
+            has_stepped = trained.can_step_ahead and not self.passes.meets and reducer.before_reading(step)
             totals, loss = passes.exchange()
         clock.mark(Phase.EXCHANGE)
         if parts.compute.device.type == "cpu":  # GPU kernels may add in any order
@@ -138,7 +141,7 @@ class UpdateStep:
         if self.updates == 1:
             parts.partition.require_whole_gradients(reducer.summed(), parts.world.everyone)
         try:
-            decision = trained.update(reducer, totals, clock)
+            decision = trained.update(reducer, totals, clock, has_stepped)
         except NotFinite as error:
             raise ranks_at_fault(error, parts.world.data, math.isfinite(loss[0])) from None
         clock.mark(Phase.OPTIMIZER)

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from hpctrain.backends.torch.reduce.reducer import Reducer, SummedGradients
 from hpctrain.backends.torch.reduce.slots import Number
+from hpctrain.backends.torch.steps.device_decision import decided
 from hpctrain.backends.torch.strategies.tp_group import HALVES
 from hpctrain.backends.torch.task.checks import SCALAR, has_hooks
 from hpctrain.backends.update import Decision, NotFinite, UpdateRule
@@ -144,6 +145,8 @@ class Trained:
     """L2 norm of the gradients of the whole model, on all ranks. Collective."""
     complete: Callable[[SummedGradients], object] = id
     """See strategies.strategy.Prepared."""
+    on_device: bool = False
+    """Whether parameters are on a device that the host would wait for."""
 
     @property
     def by_parts(self) -> bool:
@@ -155,11 +158,44 @@ class Trained:
         """Whether a hook or replaced method on this rank sees each step, and so needs all gradients at once."""
         return "step" in vars(self.optimizer) or has_hooks(self.optimizer)
 
-    def update(self, reducer: Reducer, totals: ExchangeResult, clock: StepClock) -> Decision:
+    @property
+    def can_step_ahead(self) -> bool:
+        """Whether ``step_ahead`` is possible; results are the same bits, so ranks may differ."""
+        momentum = any(group.get("momentum") for group in self.optimizer.param_groups)
+        return (
+            self.on_device
+            and type(self.optimizer) in SEPARATE
+            and getattr(self.optimizer, "_step_supports_amp_scaling", False)
+            and not self._is_watched
+            and (bool(self.optimizer.state) or not momentum)  # SGD's first step would keep uninitialised momentum
+            and all(one.dtype in (torch.float32, torch.float64) for one in self.parameters)
+        )
+
+    def step_ahead(self, reducer: Reducer, clock: StepClock, weighted: bool, numbers: Tensor) -> None:
+        """Launches the optimizer's step; the device skips it if loss or norm are not finite (``found_inf``).
+
+        Args:
+            reducer: its exchange has been launched.
+            clock: marks the end of the exchange on the device.
+            weighted: whether gradients must be divided by a weight.
+            numbers: see ``decided``.
+        """
+        clock.mark_ahead(Phase.EXCHANGE)
+        factor, skips = decided(numbers, self.rule.scale, self.rule.clip_norm)
+        gradients = reducer.gradients()
+        if gradients and (weighted or self.rule.needs_norm):
+            torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+        self.optimizer.found_inf = skips.float()
+        try:
+            self.optimizer.step()
+        finally:
+            del self.optimizer.found_inf
+
+    def update(self, reducer: Reducer, totals: ExchangeResult, clock: StepClock, has_stepped: bool = False) -> Decision:
         """Divides gradients by weights and loss scale, clips, and steps, unless the update is skipped.
 
         Every update of every program and strategy goes through here: anything that changes gradients belongs here.
-        ``reducer.gradients()`` holds the gradients of everything this rank updates.
+        ``reducer.gradients()`` holds the gradients of everything this rank updates. ``has_stepped``: by ``step_ahead``.
 
         Raises:
             NotFinite: loss or gradient is not finite; raised on all ranks.
@@ -173,7 +209,7 @@ class Trained:
             raise
         if decision.factor is None:
             return decision
-        parts = reducer.parts(clock)
+        parts = iter(()) if has_stepped else reducer.parts(clock)
         if self._is_watched:
             deque(parts, 0)
             parts = iter([reducer.gradients()])

@@ -221,6 +221,7 @@ def assembled(
             rule=rule_of(train, name),
             total_norm=prepared.total_norm or partition.norm,
             complete=prepared.complete,
+            on_device=compute.device.type != "cpu",
         )
         for name, share in updates.shares.items()
     }

@@ -88,6 +88,25 @@ def expected(seeds: tuple[int, ...] = (1,)) -> list[torch.Tensor]:
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
+def test_numbers_are_shown_before_they_are_read_unless_gradients_arrive_later() -> None:
+    model = network()
+    reducer, _ = make(model)
+    reducer.needs_norm = True
+    shown: list[torch.Tensor] = []
+    for early in (True, False):
+        reducer.early = early
+        reducer.begin()
+        assert reducer.before_reading(shown.append) is not early
+    value = loss(model)
+    value.backward()
+    reducer.exchange(value.detach(), torch.tensor(0.5))
+    (numbers,) = shown
+    assert numbers[:3].tolist() == [value.item(), 0.5, 1.0] and numbers[SLOTS] == reducer.norm() > 0
+    reducer.begin()
+    reducer.exchange()
+    assert len(shown) == 1, "for one update only"
+
+
 def test_a_backward_pass_between_updates_sends_nothing() -> None:
     model = network()
     reducer, recorder = make(model, 64)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,6 +19,9 @@ from hpctrain.comm.world import alone
 from hpctrain.config.sections import TrainConfig
 from hpctrain.errors import RunFailed, UserError
 from hpctrain.train.clock import NO_CLOCK
+from hpctrain.train.framework import NonFiniteLoss
+from hpctrain.train.stateful import value_of
+from tests.tasks.points import cut
 from tests.tasks.torch_tasks import (
     decaying,
     freeze_and_thaw,
@@ -24,6 +30,7 @@ from tests.tasks.torch_tasks import (
     mean_loss,
     plain_model,
     train,
+    weighted_loss,
 )
 from tests.unit.backends.torch.test_gradients import loss, make, network
 
@@ -150,4 +157,62 @@ def test_a_layer_that_was_frozen_when_training_began_is_not_thawed_unnoticed() -
     framework.model[2].weight.requires_grad_(True)
     with pytest.raises(UserError, match=r"2\.weight of the model was unfrozen after the run had started"):
         train(framework, 1)
+    framework.close()
+
+
+def fused_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
+
+
+def fused_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "loss", "options"),
+    [
+        (fused_sgd, mean_loss, {}),
+        (fused_adamw, weighted_loss, {"ema_decay": 0.9}),
+        (fused_adamw, mean_loss, {"clip_norm": 0.3}),
+        (fused_adamw, weighted_loss, {"precision": "fp16", "clip_norm": 0.3, "ema_decay": 0.9}),
+    ],
+)
+def test_a_step_launched_before_the_loss_is_read_gives_the_same_bits(  # type: ignore[no-untyped-def]
+    optimizer, loss, options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if gradients overflow in 16 bits, which skips the first updates."""
+    states, launched = [], list[bool]()
+    plain = Trained.step_ahead
+
+    def step_ahead(self: Trained, *given: Any) -> None:
+        launched.append(True)
+        plain(self, *given)
+        assert not hasattr(self.optimizer, "found_inf")
+
+    monkeypatch.setattr(Trained, "step_ahead", step_ahead)
+    for ahead in (False, True):
+        framework = make_framework(alone(), loss=loss, optimizer=optimizer, **options)
+        framework.parts.trained[""] = replace(framework.parts.trained[""], on_device=ahead)  # type: ignore[index]
+        if "precision" in options:
+            framework.parts.trained[""].rule.loss_scale.state[0] = 2.0**30
+        losses = train(framework, 24)
+        states.append([np.array(losses), *(np.array(value_of(one)) for one in framework.state())])
+        framework.close()
+    assert len(launched) == 24 - (optimizer is fused_sgd), "SGD makes its momentum first"
+    for one, other in zip(*states, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_step_launched_before_the_loss_is_read_is_skipped_if_that_is_not_finite(clip: float | None) -> None:
+    framework = make_framework(alone(), optimizer=fused_adamw, clip_norm=clip)
+    framework.parts.trained[""] = replace(framework.parts.trained[""], on_device=True)  # type: ignore[index]
+    train(framework, 2)
+    before = framework.weights()
+    batch = next(global_batches(1))
+    batch["x"][0] = np.nan
+    with pytest.raises(NonFiniteLoss):
+        framework.step(cut(batch, 0, 1), len(batch["x"]))
+    np.testing.assert_array_equal(framework.weights(), before)
+    assert framework.optimizer.state[framework.model[0].weight]["step"] == 2
     framework.close()
