@@ -1,0 +1,108 @@
+"""``python -m benchmarks.storage``: H100s that this node feeds with data, by MLPerf Storage's measure.
+
+Emulated accelerators take batches of generated files and sleep as long as a step takes on an H100. Their utilisation is
+the share of time in which they compute. The result is the largest number of accelerators whose utilisation reaches the
+published limit. Contenders take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.program import start
+from benchmarks.storage.accelerators import ENVIRONMENT, fill, utilisation
+from benchmarks.storage.readers import READERS
+from benchmarks.storage.workloads import WORKLOADS, Workload, drop_pages
+from hpctrain.errors import ExitCode
+from hpctrain.system import foreign_text
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options."""
+    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS), metavar="NAME")
+    installed = [name for name, reader in READERS.items() if importlib.util.find_spec(reader.module)]
+    about = f"of {', '.join(READERS)} (default: those that are installed)"
+    parser.add_argument("--only", nargs="+", choices=list(READERS), default=installed, metavar="READER", help=about)
+    parser.add_argument("--most", type=int, default=8, help="accelerators at most (default: 8)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each contender, of which the median counts")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of a turn (default: 4)")
+    parser.add_argument(
+        "--workers", type=int, default=1, help="processes per accelerator of WebDataset, Streaming, PyTorch"
+    )
+    parser.add_argument("--samples", type=int, help="generated samples (default: some 600 MB per format)")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="file system to measure")
+    parser.add_argument(
+        "--cold", action="store_true", help="drop the files from the node's page cache before each turn"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generates, measures, prints."""
+    os.environ.update(ENVIRONMENT)
+    found = []
+    for name in args.workloads:
+        workload = WORKLOADS[name]
+        workload = replace(workload, samples=args.samples or workload.samples)
+        with tempfile.TemporaryDirectory(dir=args.folder, prefix="hpctrain-storage-") as folder:
+            for kind in sorted({READERS[reader].format for reader in args.only} - {""}):
+                fill(kind, workload, Path(folder))
+            if not args.json:
+                foreign_text.show(heading(workload))
+            rows: dict[str, list[float]] = {reader: [] for reader in args.only}
+            for reader, size, share in measured(args, workload, Path(folder)):
+                rows[reader].append(share)
+                if not args.json:
+                    rate = size * share * workload.bytes_per_s / 1e6
+                    foreign_text.show(f"{reader:<14} {size:>2} accelerators  {share:>6.1%}  {rate:>7,.0f} MB/s")
+        for reader, shares in rows.items():
+            fed = sum(share >= workload.utilisation for share in shares)
+            found.append({"workload": name, "reader": reader, "fed": fed, "utilisation": shares})
+            if not args.json:
+                more = " or more" if fed == args.most else ""
+                foreign_text.show(f"{name}: {reader} feeds {fed}{more}")
+    if args.json:
+        foreign_text.show(json.dumps({"rows": found, "cold": args.cold, "workers": args.workers}))
+    return ExitCode.DONE
+
+
+def measured(args: argparse.Namespace, workload: Workload, folder: Path) -> Iterator[tuple[str, int, float]]:
+    """Yields contender, number of accelerators and median utilisation; ends a contender below the limit."""
+    left = list(args.only)
+    for size in range(1, args.most + 1):
+        shares: dict[str, list[float]] = {reader: [] for reader in left}
+        for _ in range(args.rounds):
+            for reader in left:
+                if args.cold:
+                    drop_pages(folder)
+                shares[reader].append(utilisation(reader, workload, folder, size, args.workers, args.seconds))
+        for reader, each in shares.items():
+            share = statistics.median(each)
+            yield reader, size, share
+            if share < workload.utilisation:
+                left.remove(reader)
+
+
+def heading(workload: Workload) -> str:
+    """Describes a workload."""
+    size = workload.samples * workload.record_bytes / 1e6
+    return (
+        f"\n{workload.name}: batches of {workload.batch} x {workload.record_bytes} bytes, a step of "
+        f"{1e3 * workload.compute_s:g} ms, {workload.bytes_per_s / 1e6:.0f} MB/s per H100; "
+        f"{size:.0f} MB per format; limit {workload.utilisation:.0%}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(
+        start("storage", "H100s that this node feeds with data, as MLPerf Storage measures it", add_arguments, run)
+    )
