@@ -41,9 +41,6 @@ from hpctrain.errors import HpctrainError as HpctrainError
 from hpctrain.errors import NoRequeue as NoRequeue
 from hpctrain.errors import RunFailed as RunFailed
 from hpctrain.errors import UserError as UserError
-from hpctrain.launch.engines import ray_cluster as _ray
-from hpctrain.launch.engines import spark_cluster as _spark
-from hpctrain.launch.engines.fitting import RunResult as RunResult
 from hpctrain.monitor.rank_monitor import MonitorSession as MonitorSession
 from hpctrain.monitor.rank_monitor import start as _start_monitor
 from hpctrain.monitor.ring_clock import RingClock as _MonitorClock
@@ -90,8 +87,6 @@ TorchReducer = _TorchReducer
 keras_broadcast = _keras_broadcast
 keras_reducer = _keras_reducer
 load_config = _load_config
-ray = _ray
-spark = _spark
 start_monitor = _start_monitor
 torch_broadcast = _torch_broadcast
 torch_reducer = _torch_reducer

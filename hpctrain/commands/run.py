@@ -97,7 +97,7 @@ def start(asked: RunRequest) -> tuple[RunVerdict, list[str]]:
     Raises:
         UserError: fewer than one rank is asked for, or what the engines raise.
     """
-    from hpctrain.launch.engines import batch_systems, hosts, local, ray_cluster, runners, spark_cluster, unread_keys
+    from hpctrain.launch.engines import batch_systems, hosts, local, runners, unread_keys
     from hpctrain.launch.engines.slurm import job
     from hpctrain.launch.nested_launcher import refuse_launcher
 
@@ -106,9 +106,8 @@ def start(asked: RunRequest) -> tuple[RunVerdict, list[str]]:
     number, launch = [] if asked.ranks is None else ["-n", str(asked.ranks)], asked.config.launch
     if engine := launch.engine or ("hosts" if launch.hosts else None):
         unread_keys.tell(launch, engine)
-    on_nodes = {"runners": None, "ray": ray_cluster.invited, "spark": spark_cluster.invited}
-    if launch.engine in on_nodes:
-        return runners.run(asked, on_nodes[launch.engine]), number
+    if launch.engine == "runners":
+        return runners.run(asked), number
     if launch.engine in ("kubernetes", "slurm"):
         raise UserError(f"launch.engine is {launch.engine}: its jobs run it", "hpctrain submit starts one")
     launch = batch_systems.on_hosts_of_the_job(launch, os.environ)

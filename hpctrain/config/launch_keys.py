@@ -117,7 +117,7 @@ class KubernetesConfig(Section, key="launch.kubernetes"):
     """Further fields of a pod's spec, as Kubernetes names them: {nodeSelector: {...}, tolerations: [...]}."""
 
 
-Engine = Literal["local", "hosts", "slurm", "pbs", "lsf", "gridengine", "flux", "kubernetes", "runners", "ray", "spark"]
+Engine = Literal["local", "hosts", "slurm", "pbs", "lsf", "gridengine", "flux", "kubernetes", "runners"]
 
 
 class LaunchConfig(Section, key="launch"):
@@ -131,8 +131,8 @@ class LaunchConfig(Section, key="launch"):
     """Additional nodes of the job, or the last of ``hosts``, that wait to replace lost ones."""
     engine: Engine | None = None
     """Where ranks run: with a batch system, on all hosts of its job; with runners, on the first ``nodes`` on which
-    hpctrain node runs; with ray or spark, on that many nodes of such a cluster. By default hpctrain submit takes slurm,
-    and hpctrain run takes ``hosts``, or local: this machine."""
+    hpctrain node runs. By default hpctrain submit takes slurm, and hpctrain run takes ``hosts``, or local: this
+    machine."""
     ticket: str | None = None
     """For runners: file by which hpctrain node finds this run; by default HPCTRAIN_NODE_KEY and _ADDRESS are used."""
     node_wait_s: float = 600.0

@@ -11,11 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from hpctrain.errors import UserError
-
 LOOPBACK = "127.0.0.1"
-ANSWER_S = 5.0
-"""Longest wait for a service to accept a connection."""
 BRIDGES = ("docker", "virbr", "cni", "veth", "br-")
 """Prefixes of interfaces that lead only to containers of this host."""
 
@@ -73,20 +69,6 @@ def listen(address: str | None, port: int = 0) -> socket.socket:
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
     family = socket.AF_INET6 if ":" in (address or "") else socket.AF_INET
     return socket.create_server((address or "", port), family=family, backlog=1024)
-
-
-def require_answer(what: str, addresses: Sequence[str], fix: str) -> None:
-    """Raises UserError if none of these addresses, host:port, accepts a connection within ANSWER_S."""
-    why = ""
-    for address in addresses:
-        host, _, port = address.rpartition(":")
-        try:
-            with socket.create_connection((host.strip("[]"), int(port)), ANSWER_S):
-                return
-        except OSError as error:
-            why = error.strerror or str(error)
-    if why:
-        raise UserError(f"{what} does not answer at {' or '.join(addresses)}: {why}", fix)
 
 
 def prefix_of(netmask: str | None, whole: int) -> int:

@@ -1,4 +1,4 @@
-"""Runs on the hosts of each engine: by ssh or `hpctrain node`, and on real Ray, Spark, Grid Engine and Slurm.
+"""Runs on the hosts of each engine: by ssh or `hpctrain node`, and on real Grid Engine and Slurm.
 
 Ranks are killed, a host is lost, the run is stopped and resumed, and its weights match an undisturbed local run.
 Programs written for other launchers print the same numbers as under those.
@@ -10,7 +10,6 @@ import functools
 import importlib.util
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,11 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import h5py
-import numpy as np
 import pytest
 
 from hpctrain.run.attempts import Attempts
@@ -38,8 +34,6 @@ from tests.support.warm_ranks import variables
 
 PROGRAMS = Path(__file__).parent / "programs"
 TASK = PROJECT / "tests" / "tasks" / "torch_waiting_task.py"
-JAVA = {"JAVA_TOOL_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xshare:auto"}
-"""Makes Spark's processes start in half the time, at the expense of computing speed."""
 STEPS = 60
 
 pytestmark = [pytest.mark.world_size(6)]
@@ -122,28 +116,12 @@ def weights(run: Path, attempt: int) -> set[str]:
     return {word["weights_hash"] for word in last_words(run, attempt)}
 
 
-def said_by(program: str, *arguments: object, **more: str) -> str:
-    """Last line printed by a program of programs/; arguments other than strings are passed as JSON or paths."""
-    words = [each if isinstance(each, Path) else json.dumps(each) for each in arguments]
-    command = [sys.executable, PROGRAMS / program, *words]
-    done = subprocess.run(command, env=environment(more), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.splitlines()[-1]
-
-
 def require(package: str) -> Path:
     """Folder of a package, without importing it; skips the test if it is missing."""
     found = importlib.util.find_spec(package)
     if found is None or found.origin is None:
         pytest.skip(f"{package} is not installed")
     return Path(found.origin).parent
-
-
-def require_spark() -> Path:
-    """Folder of Spark; skips the test if it is missing."""
-    if not shutil.which("java"):
-        pytest.skip("this machine lacks java (Debian: default-jre-headless)")
-    return require("pyspark")
 
 
 @contextmanager
@@ -168,70 +146,6 @@ def runners(network: netns.Network, folder: Path) -> Iterator[Place]:
         yield on_network(network, {"ticket": str(ticket)}, {})
     for node in nodes:
         node.wait()
-
-
-@contextmanager
-def ray(network: netns.Network, folder: Path) -> Iterator[Place]:
-    """A Ray cluster of all hosts."""
-    require("ray")
-    few = ("--num-cpus=2", "--object-store-memory=80000000", "--disable-usage-stats")
-    head = f"{network.addresses[0]}:6379"
-    program = Path(sys.executable).with_name("ray")
-    with TemporaryDirectory(dir="/tmp") as short, on_hosts(network):  # paths of Ray's sockets have 107 bytes at most
-        own = {**os.environ, "RAY_TMPDIR": short, "PYTHONPATH": os.pathsep.join(sys.path)}
-        for host, to in enumerate(
-            (["--head", "--port=6379", "--include-dashboard=false"], *[[f"--address={head}"]] * 2)
-        ):
-            words = network.on(host, program, "start", *to, f"--node-ip-address={network.addresses[host]}", *few)
-            for last in (
-                False,
-                False,
-                True,
-            ):  # Ray allows a node 30 s to start, which may be too short on a busy machine
-                done = subprocess.run(words, env=own, capture_output=True, text=True, timeout=120)
-                if done.returncode == 0:
-                    break
-                assert not last and "timed out during startup" in done.stdout + done.stderr, done.stdout + done.stderr
-                netns._end_processes([network.names[host]])
-        yield on_network(network, {}, {"RAY_ADDRESS": head})
-
-
-@contextmanager
-def spark(network: netns.Network, folder: Path) -> Iterator[Place]:
-    """A Spark cluster with its master on the first host and a worker on each."""
-    program = require_spark() / "bin" / "spark-class"
-    python = {**JAVA, "PYSPARK_PYTHON": sys.executable}
-    master = f"spark://{network.addresses[0]}:7077"
-    settings = (
-        "spark.ui.enabled false",
-        "spark.executor.memory 512m",
-        "spark.driver.memory 512m",
-        f"spark.master {master}",
-    )
-    (folder / "spark-defaults.conf").write_text("\n".join(settings))
-
-    def begin(host: int, role: str, *words: object) -> subprocess.Popen[bytes]:
-        address = network.addresses[host]
-        command = [program, f"org.apache.spark.deploy.{role.lower()}.{role}", "--host", address, *words]
-        own = environment({**python, "SPARK_DAEMON_MEMORY": "128m", "SPARK_LOCAL_IP": address})
-        with open(folder / f"{role}-{host}", "w") as log:
-            return subprocess.Popen(network.on(host, *command), env=own, stdout=log, stderr=log)
-
-    with on_hosts(network):
-        begun = [begin(0, "Master", "--port", 7077, "--webui-port", 8080)]
-        wait_for("master", lambda: "I have been elected leader" in (folder / "Master-0").read_text())
-        more = ("-c", 1, "-m", "600m", "-d", folder / "work", master)
-        begun += [begin(host, "Worker", *more) for host in range(3)]
-        for log in (folder / f"Worker-{host}" for host in range(3)):
-            wait_for("worker", lambda log=log: "registered with master" in log.read_text())
-        local = {
-            "SPARK_CONF_DIR": str(folder),
-            "SPARK_LOCAL_IP": network.addresses[0],
-            "PYSPARK_PYTHON": sys.executable,
-        }
-        yield on_network(network, {}, local)
-    for each in begun:
-        each.wait()
 
 
 @contextmanager
@@ -272,7 +186,7 @@ def slurm(network: netns.Network, folder: Path) -> Iterator[Place]:
         )
 
 
-ENGINES = {each.__name__: each for each in (hosts, runners, ray, spark, gridengine, slurm)}
+ENGINES = {each.__name__: each for each in (hosts, runners, gridengine, slurm)}
 
 
 @pytest.fixture(scope="module")
@@ -301,7 +215,7 @@ def launch_of(place: Place, request: pytest.FixtureRequest, spares: int) -> dict
     return launch
 
 
-OF_ENGINES = {"hosts": ["multiworker"], "ray": ["ddp"], "spark": ["ddp"]}
+OF_ENGINES = {"hosts": ["multiworker"], "runners": ["ddp"]}
 """Programs that `make test-all` runs on each engine; `make torture` runs all of them."""
 if foreign.ALL:
     OF_ENGINES = {name: ["ddp", "multiworker", "lightning", "accelerate"] for name in OF_ENGINES}
@@ -461,50 +375,3 @@ def test_three_nodes_end_with_a_killed_supervisor_and_six_ranks_resume_on_new_on
         assert [node.wait(PATIENCE_S) for node in nodes] == [0, 0, 0]
     assert {word["host"] for word in last_words(folder / "run", 2)} == set(network.names)
     assert weights(folder / "run", 2) == weights(tmp_path / "here" / "run", 1)
-
-
-@pytest.mark.timeout(600)
-def test_a_sweep_of_ray_tune_hears_of_each_evaluation_and_ends_runs_early(tmp_path: Path) -> None:
-    require("ray")
-    run = {
-        "name": "tuned",
-        "task": "hpctrain.tasks.torch_digits:task",
-        "task_args": {"data": str(tmp_path / "digits")},
-        "train": {"global_batch": 48, "threads": 1, "eval_every_steps": 20, "eval_every_epochs": None},
-        "reduce": {"kind": "mpi"},
-        "monitor": {"enabled": False},
-        "launch": {"nodes": 1, "ranks_per_node": 1, "env": variables("torch", environment())},
-    }
-    with TemporaryDirectory(dir="/tmp") as folder:  # paths of Ray's sockets have 107 bytes at most
-        found = json.loads(said_by("ray_tune.py", tmp_path, run, RAY_TMPDIR=folder, HOME=folder))
-    assert {lr: count for lr, (count, _) in found.items()} == {"1e-05": 1, "0.0001": 1, "0.001": 3, "0.005": 3}
-    assert found["0.005"][1]["step"] == 60 and found["0.005"][1]["accuracy"] > found["0.0001"][1]["accuracy"]
-    for lr in ("1e-05", "0.0001"):
-        words = collect(RunDir(tmp_path / lr), 1)  # the supervisor has recorded and removed them
-        assert len(words) <= 1
-        wait_for("end of the rank", lambda words=words: all(gone(word.pid) for word in words))
-
-
-@pytest.mark.timeout(600)
-def test_a_spark_program_trains_on_its_dataframe_as_on_the_arrays(tmp_path: Path) -> None:
-    require_spark()
-    run = {
-        "name": "spark",
-        "run_dir": str(tmp_path / "run"),
-        "task": f"{PROJECT}/tests/tasks/torch_folder_task.py:task",
-        "train": {"epochs": 2, "global_batch": 16, "threads": 1},
-        "checkpoint": {"best_metric": "loss"},
-        "reduce": {"kind": "mpi"},
-        "monitor": {"enabled": False},
-        "launch": {"nodes": 1, "ranks_per_node": 2, "env": variables("torch", environment())},
-    }
-    told, metrics, checkpoint, best = json.loads(said_by("spark_fit.py", run, **JAVA))
-    assert checkpoint == best == str(tmp_path / "run" / "checkpoints" / "step-000000008")
-    assert [each["step"] for each in told] == [4, 8] and {**metrics, "step": 8} == told[-1]
-    arrays = {"x": np.random.default_rng(0).normal(size=(64, 4))}
-    arrays["y"] = np.array([x.sum() for x in arrays["x"]])
-    with h5py.File(tmp_path / "arrays.h5", "w") as file:
-        file.update(arrays)
-    here = {"run_dir": str(tmp_path / "here"), "task_args": {"data": str(tmp_path / "arrays.h5")}}
-    hpctrain("run", "-n", 2, write_run(tmp_path, **{**run, **here, "launch": {}}), warm="torch")
-    assert weights(tmp_path / "run", 1) == weights(tmp_path / "here", 1)

@@ -238,11 +238,11 @@ def test_a_room_keeps_its_budget_of_tokens(room: str) -> None:
 
 
 ENGINES = {
-    **dict.fromkeys(("batch_systems", "batch_jobs", "ray_cluster", "spark_cluster", "runners", "kubernetes"), 1300),
+    **dict.fromkeys(("batch_systems", "batch_jobs", "runners", "kubernetes"), 1300),
     **dict.fromkeys(("hosts", "kubernetes_manifest"), 1900),
 }
 """Most tokens of each engine but Slurm, which is one file or folder of ``launch/engines``."""
-SHARED = ("fitting", "jobs", "scheduler", "schedulers", "unread", "run_encoded")
+SHARED = ("jobs", "scheduler", "schedulers", "unread", "run_encoded")
 """Files there that engines share."""
 
 

@@ -89,7 +89,7 @@ def test_no_extra_pulls_in_horovod() -> None:
 
 
 def test_all_names_every_extra_but_those_of_developers_and_of_one_kind_of_machine() -> None:
-    left_out = {"", "all", "dev", "docs", "nvidia", "spark"}  # nvidia needs its driver, and spark is very large
+    left_out = {"", "all", "dev", "docs", "nvidia"}  # nvidia needs its driver
     extras = {extra for extra, _ in requirements()} - left_out
     named = next(line for extra, line in requirements() if extra == "all")
     assert set(named[named.index("[") + 1 : -1].split(",")) == extras

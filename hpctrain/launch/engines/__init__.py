@@ -1,9 +1,8 @@
 """Engines that start ranks: ``local`` on this machine, ``hosts`` by a remote shell, ``slurm`` in Slurm jobs.
 
 Each makes a ``Launch`` for ``launch.supervisor``. In jobs of other schedulers, ``batch_systems`` gives the hosts and
-the remote shell. ``runners`` uses nodes that have connected to the supervisor; ``ray_cluster`` and ``spark_cluster``
-start such nodes on a cluster, also for runs that a program starts (``fitting``). ``unread_keys`` warns about keys that
-an engine ignores.
+the remote shell. ``runners`` uses nodes that have connected to the supervisor. ``unread_keys`` warns about keys that an
+engine ignores.
 
 Commands submit jobs through ``schedulers``, which implement the protocol in ``scheduler``: Slurm in ``slurm/``,
 Kubernetes in ``kubernetes`` with ``kubernetes_manifest``, others in ``batch_jobs``. ``jobs`` records what was submitted

@@ -11,12 +11,11 @@ from hpctrain.launch.engines.batch_systems import SYSTEMS
 from hpctrain.system.output import say
 
 BATCH = ("slurm", *SYSTEMS)
-ON_NODES = ("runners", "ray", "spark")
 READERS = {
     "hosts": ("hosts",),
     "remote_shell": ("hosts",),
     "ticket": ("runners",),
-    "node_wait_s": (*ON_NODES, "kubernetes"),
+    "node_wait_s": ("runners", "kubernetes"),
     "launcher": ("slurm",),
     "modules": BATCH,
     "setup": BATCH,
@@ -25,11 +24,10 @@ READERS = {
     "preflight": ("slurm",),
     "directives": tuple(SYSTEMS),
     "slurm": ("slurm",),
-    "slurm.gpus_per_node": ("slurm", "ray", "runners"),
     "kubernetes": ("kubernetes", "runners"),
 }
 """Engines that read a key or section; keys that all engines read are not listed. ``hosts`` stands for ``launch.hosts``.
-``runners`` appears with other engines' keys because runs on Ray and Kubernetes use it with the same run file."""
+``runners`` reads ``kubernetes`` too: a pod runs the same run file with it."""
 
 
 def tell(launch: LaunchConfig, engine: str) -> None:

@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -33,8 +32,6 @@ BACKLOG = 64
 """Connections that the kernel queues; a node in the queue waits at most PAUSE_S for each one before it."""
 FAREWELL_S = 2.0
 """Timeout for closing connections."""
-LOOK_S = 0.5
-"""Seconds between two checks of why nodes may not come."""
 NODE_LOST = b"255"
 """Exit code of a command whose node is lost, as with ssh."""
 
@@ -65,21 +62,18 @@ class Desk:
         self.in_row = 0
         """Number of connections since the last authenticated one."""
 
-    def wait_for(self, count: int, patience_s: float, problem: Callable[[], str] = str) -> list[str]:
+    def wait_for(self, count: int, patience_s: float) -> list[str]:
         """Waits for ``count`` nodes; returns the host names of the connected nodes in order of arrival.
 
         Raises:
-            RunFailed: they did not connect within ``patience_s``, or ``problem`` says why they will not.
+            RunFailed: they did not connect within ``patience_s``.
         """
-        end, why = time.monotonic() + patience_s, ""
         with self.changed:
-            while len(self.links) < count and not why:
-                self.changed.wait(LOOK_S)
-                late = f" within {patience_s:.0f} s" if time.monotonic() > end else ""
-                why = f": {said}" if (said := problem()) else late
+            in_time = self.changed.wait_for(lambda: len(self.links) >= count, patience_s)
             names = list(self.links)
-        if len(names) < count:
-            raise RunFailed(f"{len(names)} of {count} nodes have joined{why}", "start hpctrain node on each node")
+        if not in_time:
+            what = f"{len(names)} of {count} nodes have joined within {patience_s:.0f} s"
+            raise RunFailed(what, "start hpctrain node on each node")
         return names
 
     async def serve(self, port: int, ready: Future[Callable[[], object]]) -> None:

@@ -217,7 +217,6 @@ def test_signals_do_not_hide_how_the_run_has_ended(engine: str, capfd: pytest.Ca
 @pytest.mark.parametrize(
     ("command", "launch", "said"),
     [
-        ("submit", "engine: ray", "launch.engine is ray, which has no queue"),
         ("submit", "engine: local", "launch.engine is local, which has no queue"),
         ("run", "engine: slurm", "launch.engine is slurm: its jobs run it"),
         ("run", "engine: hosts", "launch.engine is hosts, launch.hosts []"),

@@ -327,8 +327,6 @@ def test_pods_are_told_by_their_environment() -> None:
 def test_nodes_that_do_not_come_are_counted(opened: Desk) -> None:
     with pytest.raises(RunFailed, match="0 of 2 nodes have joined within 0 s"):
         opened.wait_for(2, 0.1)
-    with pytest.raises(RunFailed, match="0 of 2 nodes have joined: the cluster is full"):
-        opened.wait_for(2, 600, lambda: "the cluster is full")
 
 
 def test_a_node_without_a_supervisor_ends(tmp_path: Path) -> None:

@@ -43,9 +43,7 @@ UNREAD = {
     **dict.fromkeys(SYSTEMS, OF_SLURM | GPUS | DIALLED | PODS | {"remote_shell"}),
     "local": OF_SLURM | OF_SCRIPTS | GPUS | DIALLED | PODS | {"remote_shell"},
     "hosts": OF_SLURM | OF_SCRIPTS | GPUS | DIALLED | PODS,
-    "runners": OF_SLURM | OF_SCRIPTS | {"remote_shell"},
-    "ray": OF_SLURM | OF_SCRIPTS | PODS | {"remote_shell", "ticket"},
-    "spark": OF_SLURM | OF_SCRIPTS | GPUS | PODS | {"remote_shell", "ticket"},
+    "runners": OF_SLURM | OF_SCRIPTS | GPUS | {"remote_shell"},
     "kubernetes": OF_SLURM | OF_SCRIPTS | GPUS | {"remote_shell", "ticket"},
 }
 
