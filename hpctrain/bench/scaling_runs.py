@@ -6,19 +6,18 @@ Starts them on this machine or as Slurm jobs, and reads their results.
 from __future__ import annotations
 
 import dataclasses
-import json
 import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from hpctrain.bench.scaling_model import COMPUTE, DATA, EXCHANGE, PARTS, REST, Mode, Sample, Shape, Timing
 from hpctrain.config.loading import dump
-from hpctrain.config.sections import CheckpointConfig, Config, EarlyStopConfig, LaunchConfig, TrackConfig
+from hpctrain.config.sections import CheckpointConfig, Config, EarlyStopConfig, TrackConfig
 from hpctrain.errors import RunFailed, UserError
 from hpctrain.launch.engines.slurm.directives import ranks_per_node
 from hpctrain.launch.engines.slurm.job import current
@@ -33,8 +32,50 @@ INTERVALS = 12
 """Reported intervals of a run; the first WARM_UP are discarded, and the last, which includes the evaluation."""
 WARM_UP = 2
 LEAST_STEPS = INTERVALS
-EXCHANGE_FILE = "exchange.json"
-"""Result file in the run folder of an exchange job."""
+Mode = Literal["weak", "strong"]
+PARTS = ("compute", "exchange", "data", "rest")
+COMPUTE, EXCHANGE, DATA, REST = range(4)
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Shape:
+    """Numbers of nodes and of ranks per node."""
+
+    nodes: int
+    ranks_per_node: int
+
+    @property
+    def ranks(self) -> int:
+        """Total number of ranks."""
+        return self.nodes * self.ranks_per_node
+
+    def __str__(self) -> str:
+        return f"{self.nodes} node{'s' * (self.nodes > 1)} ({self.ranks} rank{'s' * (self.ranks > 1)})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Steps of the training runs of one shape."""
+
+    shape: Shape
+    global_batch: int
+    parts: NDArray[np.float64]
+    """float64[intervals, 4]: mean seconds per step of each of PARTS, by interval."""
+
+    @property
+    def typical(self) -> NDArray[np.float64]:
+        """float64[4]: seconds of each part, mean over the intervals between the quartiles of the step time.
+
+        Unlike medians, these parts add up to the step.
+        """
+        steps = self.parts.sum(axis=1)
+        low, high = np.percentile(steps, (25, 75))
+        return np.asarray(self.parts[(steps >= low) & (steps <= high)].mean(axis=0))
+
+    @property
+    def step_s(self) -> float:
+        """Typical seconds of a step."""
+        return float(self.typical.sum())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +86,7 @@ class ScalingJob:
     """Name of its run file and run folder."""
     shape: Shape
     config: Config
-    global_batch: int | None
-    """None if this run measures exchanges."""
+    global_batch: int
 
 
 def shapes(config: Config, ranks: Sequence[int], slurm: bool) -> list[Shape]:
@@ -100,7 +140,7 @@ def jobs(
         modes: weak, strong or both.
         shapes: shapes by size.
         steps: steps of a training run.
-        rounds: runs of each kind.
+        rounds: runs of each size.
         threads: threads per rank at every size, since otherwise more ranks would get fewer threads each; None uses the
             run file's.
         output: folder for all run folders.
@@ -114,26 +154,7 @@ def jobs(
         for shape, batch in wanted:
             name = f"ranks-{shape.ranks}-batch-{batch}-round-{number}"
             made.append(ScalingJob(name, shape, _training(config, name, shape, batch, steps, threads, output), batch))
-        for shape in shapes:
-            if shape.ranks > 1:
-                name = f"exchange-{shape.ranks}-round-{number}"
-                made.append(ScalingJob(name, shape, _exchanging(config, name, shape, output), None))
     return made
-
-
-def further(measured: Shape, nodes_known: bool, cores: int | None, factor: int) -> list[Shape]:
-    """Larger shapes, by doubling up to ``factor`` times the measured ranks.
-
-    Adds nodes of the same fill if a link between nodes is known; otherwise adds ranks on this node while it has cores.
-    """
-    found = []
-    size = measured
-    while size.ranks * 2 <= measured.ranks * factor:
-        size = Shape(size.nodes * 2, size.ranks_per_node) if nodes_known else Shape(1, size.ranks * 2)
-        if not nodes_known and (cores is None or size.ranks > cores):
-            break
-        found.append(size)
-    return found
 
 
 def _training(
@@ -158,23 +179,8 @@ def _training(
         train=train,
         checkpoint=CheckpointConfig(enabled=False),
         track=TrackConfig(every_steps=max(1, steps // INTERVALS)),
-        launch=_placed(config, shape),
+        launch=dataclasses.replace(config.launch, nodes=shape.nodes, ranks_per_node=shape.ranks_per_node),
     )
-
-
-def _exchanging(config: Config, name: str, shape: Shape, output: Path) -> Config:
-    """A job that measures exchanges with a plain command instead of training."""
-    out = output / name / EXCHANGE_FILE
-    own = "python3" if config.launch.slurm.wrap else None  # an image brings its own
-    command = python.module("hpctrain.bench.scaling_exchange", "--out", str(out), interpreter=own)
-    launch = dataclasses.replace(_placed(config, shape), command=tuple(command))
-    return dataclasses.replace(
-        config, name=_safe(f"{config.name}-{name}"), run_dir=str(output / name), task="", launch=launch
-    )
-
-
-def _placed(config: Config, shape: Shape) -> LaunchConfig:
-    return dataclasses.replace(config.launch, nodes=shape.nodes, ranks_per_node=shape.ranks_per_node)
 
 
 def _safe(name: str) -> str:
@@ -244,19 +250,16 @@ def run_file(job: ScalingJob) -> Path:
 def is_done(job: ScalingJob) -> bool:
     """Whether the job's run folder holds its result."""
     run = RunDir.of(job.config.name, job.config.run_dir)
-    if job.global_batch is None:
-        return (run.path / EXCHANGE_FILE).exists()
     finished = RunView(run.path).look().progress.newest(RunFinished)
     return finished is not None and finished.reason == Outcome.COMPLETED
 
 
-def timings(jobs: Sequence[ScalingJob]) -> list[Timing]:
-    """Steps of the training runs, by shape and batch, with the intervals of all rounds."""
+def timings(jobs: Sequence[ScalingJob]) -> dict[tuple[Shape, int], Timing]:
+    """Steps of the runs, by shape and batch, with the intervals of all rounds."""
     found: dict[tuple[Shape, int], list[Any]] = {}
     for job in jobs:
-        if job.global_batch is not None:
-            found.setdefault((job.shape, job.global_batch), []).append(intervals(view(job)))
-    return [Timing(shape, batch, np.concatenate(rounds)) for (shape, batch), rounds in found.items()]
+        found.setdefault((job.shape, job.global_batch), []).append(intervals(view(job)))
+    return {key: Timing(*key, np.concatenate(rounds)) for key, rounds in found.items()}
 
 
 def view(job: ScalingJob) -> RunView:
@@ -276,19 +279,9 @@ def intervals(run: RunView) -> Any:
     return np.array(rows[WARM_UP:-1])
 
 
-def samples(jobs: Sequence[ScalingJob]) -> list[Sample]:
-    """Reads the measured exchanges."""
-    found = []
-    for job in jobs:
-        if job.global_batch is None:
-            rows = json.loads((RunDir.of(job.config.name, job.config.run_dir).path / EXCHANGE_FILE).read_text())["rows"]
-            found += [Sample(job.shape, row["bytes"], row["seconds"], row["ring"]) for row in rows]
-    return found
-
-
 def started(jobs: Sequence[ScalingJob]) -> RunStarted:
     """The ``run_started`` event of the training run with the most ranks."""
-    last = max((job for job in jobs if job.global_batch is not None), key=lambda job: job.shape.ranks)
+    last = max(jobs, key=lambda job: job.shape.ranks)
     return next(event for event in view(last).events() if isinstance(event, RunStarted))
 
 

@@ -107,7 +107,7 @@ def change(path: Path, before: str, after: str) -> None:
     path.write_text(text.replace(before, after), encoding="utf-8")
 
 
-@pytest.mark.parametrize("picture", ["watch.svg", "report.png", "scaling.png", "heat.png"])
+@pytest.mark.parametrize("picture", ["watch.svg", "report.png", "heat.png"])
 def test_pictures_are_small_and_fetch_nothing(picture: str) -> None:
     content = (PROJECT / "docs" / "pictures" / picture).read_bytes()
     assert 1000 < len(content) < 150_000

@@ -11,7 +11,7 @@ from tests.slurm.run import Run
 
 
 @pytest.mark.slow
-def test_sizes_are_jobs_and_a_link_between_nodes_is_measured(new_run: Callable[..., Run]) -> None:
+def test_sizes_are_jobs(new_run: Callable[..., Run]) -> None:
     run = new_run(
         task="hpctrain.tasks.torch_digits:task",
         train={"epochs": 1, "global_batch": 64},
@@ -21,6 +21,3 @@ def test_sizes_are_jobs_and_a_link_between_nodes_is_measured(new_run: Callable[.
     options = ["--ranks", "1,2", "--mode", "weak", "--steps", "24", "--rounds", "1", "--slurm", "--json"]
     result = json.loads(run.hpctrain("bench", "scaling", run.file, *options).stdout)
     assert [(row["nodes"], row["ranks"]) for row in result["modes"]["weak"]["measured"]] == [(1, 1), (2, 2)]
-    assert result["exchange"]["between_nodes"]["bytes_per_s"] > 1e7
-    assert result["exchange"]["inside_node"] is None
-    assert [row["nodes"] for row in result["modes"]["weak"]["predicted"]] == [1, 2, 4, 8, 16, 32]

@@ -5,7 +5,6 @@ Takes minutes and needs an idle machine, because the images show measurements. N
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -18,7 +17,6 @@ from pathlib import Path
 from PIL import Image
 from rich.console import Console
 
-from hpctrain.bench import scaling_report
 from hpctrain.report import drawing
 from hpctrain.report.charts import heat_chart
 from hpctrain.report.drawing import Chart
@@ -72,7 +70,6 @@ def main(folder: Path) -> None:
                 subprocess.run(command, cwd=work, env=environment(), check=True)
         watch(work, folder / "watch.svg")
         report(work, folder / "report.png")
-        scaling(work, folder / "scaling.png")
         heat(work, folder / "heat.png")
     for picture in sorted(folder.iterdir()):
         size = picture.stat().st_size
@@ -127,14 +124,6 @@ def report(work: Path, picture: Path) -> None:
     ]  # fmt: skip
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     save_small(shot, picture)
-
-
-def scaling(work: Path, picture: Path) -> None:
-    """Draw the charts of ``bench scaling``."""
-    words = next(words for words in tutorial.commands() if words[1:3] == ["bench", "scaling"])
-    hpctrain(*words[1:], "--output", work / "scaling", cwd=work, timeout=600)
-    result = json.loads((work / "scaling" / "scaling.json").read_text(encoding="utf-8"))
-    save_charts(scaling_report.charts(result), work / "scaling.png", picture)
 
 
 def heat(work: Path, picture: Path) -> None:

@@ -8,7 +8,6 @@ import importlib
 import pytest
 
 MODULES = (
-    "bench.scaling_model",
     "checkpoint.format.layout",
     "checkpoint.policy",
     "data.order",

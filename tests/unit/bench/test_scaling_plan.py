@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +9,7 @@ import pytest
 
 from hpctrain.bench import scaling
 from hpctrain.bench import scaling_runs as runs
-from hpctrain.bench.scaling_model import Shape
-from hpctrain.bench.scaling_runs import EXCHANGE_FILE, batches, further, jobs, shapes
+from hpctrain.bench.scaling_runs import Shape, batches, jobs, shapes
 from hpctrain.cli import main
 from hpctrain.config.loading import load
 from hpctrain.config.sections import Config, LaunchConfig, TrainConfig
@@ -50,12 +48,11 @@ def test_slurm_fills_nodes() -> None:
 
 def test_sizes_take_turns_and_what_modes_share_is_run_once(tmp_path: Path) -> None:
     made = jobs(config(), ["weak", "strong"], [Shape(1, 1), Shape(1, 2)], 60, 2, 1, tmp_path)
-    one = ["ranks-1-batch-32-round-1", "ranks-2-batch-64-round-1", "ranks-2-batch-32-round-1", "exchange-2-round-1"]
+    one = ["ranks-1-batch-32-round-1", "ranks-2-batch-64-round-1", "ranks-2-batch-32-round-1"]
     assert [job.name for job in made] == one + [name.replace("round-1", "round-2") for name in one]
     train = made[1].config.train
     assert (train.steps, train.epochs, train.global_batch, train.threads) == (60, None, 64, 1)
     assert not made[1].config.checkpoint.enabled
-    assert made[3].config.launch.command[3] == "hpctrain.bench.scaling_exchange"
 
 
 def test_the_run_files_are_valid_and_another_measurement_is_not_overwritten(tmp_path: Path) -> None:
@@ -70,41 +67,24 @@ def test_the_run_files_are_valid_and_another_measurement_is_not_overwritten(tmp_
 
 
 def test_what_is_done_is_read_and_not_run_again(tmp_path: Path) -> None:
-    training, exchange = jobs(config(), ["weak"], [Shape(1, 2)], 60, 1, 1, tmp_path)
-    assert not runs.is_done(training) and not runs.is_done(exchange)
-    for job in (training, exchange):
-        RunDir.of(job.config.name, job.config.run_dir).create()
+    [training] = jobs(config(), ["weak"], [Shape(1, 2)], 60, 1, 1, tmp_path)
+    assert not runs.is_done(training)
+    RunDir.of(training.config.name, training.config.run_dir).create()
     events = EventWriter(RunDir.of(training.config.name, training.config.run_dir).events, print)
     for number in range(1, 6):
         seconds = {"data": 0.5, "forward": 1.0, "backward": 2.0, "exchange": number, "callbacks": 0.25}
         events.append(Train(step=5 * number, steps=5, seconds=seconds))
     events.append(RunFinished(step=25, reason="completed", steps=25, seconds=1.0))
-    row = {"nodes": 1, "ranks": 2, "bytes": 4096, "seconds": 1e-4, "ring": False}
-    (tmp_path / exchange.name / EXCHANGE_FILE).write_text(json.dumps({"rows": [row]}))
-    runs.run_here([training, exchange])
-    (timing,) = runs.timings([training, exchange])
+    runs.run_here([training])
+    [timing] = runs.timings([training]).values()
     expected = np.array([[3.0, 3.0, 0.5, 0.25], [3.0, 4.0, 0.5, 0.25]]) / 5  # two warm up, the last one evaluates
     assert np.allclose(timing.parts, expected)
-    (sample,) = runs.samples([training, exchange])
-    assert (sample.shape, sample.bytes, sample.seconds) == (Shape(1, 2), 4096, 1e-4)
-
-
-def test_larger_shapes() -> None:
-    assert further(Shape(2, 4), True, None, 8) == [Shape(4, 4), Shape(8, 4), Shape(16, 4)]
-    assert further(Shape(1, 2), False, 8, 16) == [Shape(1, 4), Shape(1, 8)]
-    assert further(Shape(1, 2), False, None, 16) == []
 
 
 @pytest.mark.parametrize("words", ["", "1,x", "0,2", "-1"])
 def test_ranks_that_are_no_numbers(words: str) -> None:
     with pytest.raises(UserError):
         scaling.parse_ranks(words)
-
-
-@pytest.mark.parametrize("words", ["100", "0,2", "100,-1", "a,b", "1,2,3"])
-def test_links_that_are_none(words: str) -> None:
-    with pytest.raises(UserError):
-        scaling.parse_link(words)
 
 
 def test_several_nodes_of_a_job_want_slurm(
