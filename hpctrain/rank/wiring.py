@@ -15,6 +15,7 @@ from hpctrain.config.combinations import refuse
 from hpctrain.config.features import Feature
 from hpctrain.config.sections import LARGEST_SEED, Config, MonitorConfig
 from hpctrain.data.pipeline import BatchSource
+from hpctrain.data.tokens import token_counter
 from hpctrain.errors import UserError
 from hpctrain.monitor.rank_monitor import MonitorHook
 from hpctrain.monitor.ring_clock import RingClock
@@ -262,6 +263,7 @@ def make_trainer(
         plan=plan,
         clock=clock,
         hooks=hooks,
+        count_tokens=token_counter(problem.task.tokens, problem.train),
         state=state,
         folder=RunDir.of(config.name, config.run_dir).path,
     )

@@ -48,6 +48,7 @@ def overlays(runs: Sequence[RunHistory], names: Sequence[str]) -> list[ReportSec
     kinds = [
         ("loss", "Loss", [run.train for run in runs]),
         ("samples_per_s", "Samples per second", [run.train for run in runs]),
+        ("tokens_per_s", "Tokens per second", [run.train for run in runs]),
     ]
     metrics = sorted({name for run in runs for name in run.metrics})
     kinds += [(name, f"Validation {name}", [run.metrics for run in runs]) for name in metrics]

@@ -15,7 +15,7 @@ from hpctrain.report.drawing import Chart
 from hpctrain.report.summary import Span
 from hpctrain.run.history import RunHistory, Series
 
-NOT_METRICS = frozenset(("loss", "lr", "learning_rate", "samples_per_s", "grad_norm", "mfu"))
+NOT_METRICS = frozenset(("loss", "lr", "learning_rate", "samples_per_s", "tokens_per_s", "grad_norm", "mfu"))
 """Numbers of ``train`` events that are not metrics of the task."""
 POINTS = 400
 """Most points of a curve."""
@@ -71,6 +71,7 @@ def line_sections(data: RunHistory, attempts: Sequence[Span]) -> list[ReportSect
         ("learning_rate", rate_title, {rate: train.get(rate)}, True),
         ("mfu", "Model FLOPs utilisation", {"mfu": train.get("mfu")}, True),
         ("throughput", "Samples per second", {"samples_per_s": train.get("samples_per_s")}, True),
+        ("tokens", "Tokens per second", {"tokens_per_s": train.get("tokens_per_s")}, True),
     ]
     sections = []
     for key, title, named, from_zero in wanted:

@@ -50,6 +50,7 @@ def summarize(data: RunHistory) -> dict[str, Any]:
         "final_learning_rate": final(data.train.get("learning_rate")),
         "metrics": {name: extremes(series) for name, series in sorted(data.metrics.items())},
         "samples_per_s_median": median(data.train.get("samples_per_s")),
+        "tokens_per_s_median": median(data.train.get("tokens_per_s")),
         "mfu_median": median(data.train.get("mfu")),
         "mfu_of_measured_peak": of_measured(median(data.train.get("mfu")), started),
         "flops_per_sample": start.get("flops_per_sample"),

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, dataclass_transform
 
 from hpctrain.run.rank_environment import current_attempt
 from hpctrain.system.json_shape import Reads, fields_of, is_count, is_number, is_time, misfit
+from hpctrain.system.quantities import number
 from hpctrain.system.safe_read import parse_json
 
 SCHEMA = 1
@@ -94,6 +95,7 @@ class Train(Event, name="train"):
     """Factor on the optimizer's learning rate; ``learning_rate`` is the rate itself."""
     learning_rate: float | None = None
     samples_per_s: float | None = None
+    tokens_per_s: float | None = None
     seconds: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
     steps: int | None = None
     epoch: int | None = None
@@ -101,10 +103,20 @@ class Train(Event, name="train"):
     grad_norm: float | None = None
     mfu: float | None = None
 
+    def rate(self) -> str:
+        """Samples per second, and tokens per second if they are known, for people."""
+        tokens = f"  {number(self.tokens_per_s)} tokens/s" if self.tokens_per_s else ""
+        return f"{number(self.samples_per_s)} samples/s{tokens}"
+
     def numbers(self) -> dict[str, float]:
         """Returns the measured numbers by name, including a task's own metrics."""
         named = {"loss": self.loss, "lr": self.lr, "samples_per_s": self.samples_per_s}
-        named |= {"learning_rate": self.learning_rate, "grad_norm": self.grad_norm, "mfu": self.mfu}
+        named |= {
+            "tokens_per_s": self.tokens_per_s,
+            "learning_rate": self.learning_rate,
+            "grad_norm": self.grad_norm,
+            "mfu": self.mfu,
+        }
         return {name: value for name, value in {**self.more, **named}.items() if is_number(value)}
 
     def seconds_per_step(self) -> dict[str, float]:

@@ -98,6 +98,10 @@ class Task:
     sampler: Callable[[Any], Any] | None = None
     """sampler(epoch) returns the training samples of an epoch in order, in place of data.shuffle: int64[n], with the
     same n in all epochs. ``epoch`` is an ``hpctrain.Epoch``; WeightedSampler and others are ready-made."""
+    tokens: str | None = None
+    """Name of an array of each batch that has one entry per token, such as the mask of ``hpctrain.pad``: tokens per
+    second are then shown, and the monitor measures work in tokens. Of a boolean array the true entries count. Not
+    needed for text that ``hpctrain data pack`` made."""
     hooks: Sequence[Hook] = ()
     """Hooks of the training loop, called after hpctrain's own; their state is part of checkpoints."""
     state: Mapping[str, Stateful | PerRank] = field(default_factory=dict)

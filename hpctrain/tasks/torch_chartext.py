@@ -79,6 +79,7 @@ def task(
         optimizer=torch.optim.AdamW(model.parameters(), lr=lr, fused=True),
         train={name: array[:-held_out] for name, array in data.items()},
         validation={name: array[-held_out:] for name, array in data.items()},
+        tokens="token",
         tensor={
             "blocks.*.qkv": columns(parts=3, heads=heads),
             "blocks.*.out": rows,

@@ -71,7 +71,7 @@ class BarConsole:
             self.bar = self.progress.add_task("training", total=total, completed=event.step, status="")
             self.progress.start()
         elif isinstance(event, Train) and self.bar is not None:
-            status = f"loss {number(event.loss)}  {number(event.samples_per_s)} samples/s"
+            status = f"loss {number(event.loss)}  {event.rate()}"
             self.progress.update(self.bar, completed=event.step, status=status)
         elif line := describe(event):
             self.progress.console.print(line)
@@ -91,9 +91,8 @@ def describe(event: Event) -> str:
         return f"{_who(event)}: {event.framework}, reducer {event.reducer}{host}, {stages}{steps}"
     if isinstance(event, Train):
         of = f"/{event.total_steps}" if event.total_steps else ""
-        rate = f"{number(event.samples_per_s)} samples/s"
         lr = f"x{number(event.lr)}" if event.learning_rate is None else number(event.learning_rate)
-        return f"step {event.step}{of}  loss {number(event.loss)}  lr {lr}  {rate}"
+        return f"step {event.step}{of}  loss {number(event.loss)}  lr {lr}  {event.rate()}"
     if isinstance(event, Eval):
         metrics = "  ".join(f"{name} {number(value)}" for name, value in event.metrics.items())
         return f"step {event.step}  validation: {metrics}"

@@ -23,6 +23,9 @@ from hpctrain.train.framework import StepResult, Sums
 from hpctrain.train.hooks import BaseHook, StopReason, Training
 from hpctrain.train.schedule import first_factor
 
+TOKENS = "count/tokens"
+"""Name of a rank's tokens among an interval's sums."""
+
 
 class SecondsByPhase(Protocol):
     """A clock that sums phases: IntervalClock or RingClock."""
@@ -53,7 +56,7 @@ class EventsHook(BaseHook):
         self.sinks = sinks
         self.results: list[StepResult] = []
         self.began = self.interval_began = time.time()
-        self.first_step = self.samples = 0
+        self.first_step = self.samples = self.tokens = 0
         self.hosts: list[str] = []
         self.has_started = False
         self.flops: Flops | None = None
@@ -159,12 +162,15 @@ class EventsHook(BaseHook):
         steps, self.results = len(self.results), []
         add(totals, {f"seconds/{phase}": (spent, 1.0) for phase, spent in self.clock.take().items()})
         state, data = training.state, training.world.data
+        add(totals, {TOKENS: (float(training.tokens - self.tokens), 1.0)})
         training.clock.mark(Phase.CALLBACKS)
         means = mean_over_ranks(totals, data, "report the interval's means")
         training.clock.mark(Phase.EXCHANGE)  # waiting for others is not this rank's work
         now = time.time()
-        samples_per_s = (state.samples - self.samples) / max(now - self.interval_began, 1e-9)
-        self.samples, self.interval_began = state.samples, now
+        seconds_taken = max(now - self.interval_began, 1e-9)
+        samples_per_s = (state.samples - self.samples) / seconds_taken
+        tokens_per_s = means.pop(TOKENS) * data.size / seconds_taken
+        self.samples, self.tokens, self.interval_began = state.samples, training.tokens, now
         timed = [name for name in means if name.startswith("seconds/")]
         seconds = {name.removeprefix("seconds/"): means.pop(name) for name in timed}
         event = Train(
@@ -175,6 +181,7 @@ class EventsHook(BaseHook):
             lr=first_factor(training.schedule(state.step - 1)),
             learning_rate=training.framework.facts.learning_rate,
             samples_per_s=samples_per_s,
+            tokens_per_s=tokens_per_s or None,
             seconds=seconds,
             steps=steps,
             epoch=state.epoch,

@@ -36,6 +36,8 @@ class Training:
     """Position of the run; read it, do not change it."""
     folder: Path = field(default=Path(), kw_only=True)
     """The run folder, where hooks may write files."""
+    tokens: int = field(default=0, kw_only=True)
+    """Tokens that this rank has trained on in this attempt; 0 if nothing says what a token is."""
     evaluation: Evaluation = field(default_factory=Evaluation, kw_only=True)
     """The last evaluation in this attempt."""
     ballot: Ballot = field(init=False)

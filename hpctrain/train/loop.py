@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hpctrain.data.pipeline import Batch, BatchSource
@@ -42,6 +42,8 @@ class Trainer(Training):
     """This rank's batches of each validation set, by the set's name."""
     hooks: Sequence[Hook]
     """Called in this order."""
+    count_tokens: Callable[[HostBatch], int] | None = None
+    """Counts the tokens of a micro-batch."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the last evaluation."""
 
@@ -66,6 +68,7 @@ class Trainer(Training):
         batches = self.data.starting_at(self.state.epoch, self.state.batch)
         while not self.plan.is_over(self.state):
             batch = next(batches)
+            work = self.work(batch)
             self.clock.mark(Phase.DATA)
             result = self.update(batch)
             self.state.advance(batch)
@@ -77,10 +80,18 @@ class Trainer(Training):
             for hook in self.hooks:
                 hook.after_hooks(self)
             self.ballot.begin()
-            self.clock.end_step(batch.local_samples)
+            self.clock.end_step(work)
             if reason is not None:
                 return reason
         return StopReason.COMPLETED
+
+    def work(self, batch: Batch) -> int:
+        """This rank's tokens in a batch, which are counted; its samples if nothing says what a token is."""
+        if self.count_tokens is None:
+            return batch.local_samples
+        tokens = sum(map(self.count_tokens, batch.micro_batches))
+        self.tokens += tokens
+        return tokens
 
     def update(self, batch: Batch) -> StepResult:
         """Sets the learning rate and trains on one batch."""

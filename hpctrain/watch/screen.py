@@ -129,6 +129,7 @@ def _rates(view: View) -> Iterator[Text]:
     parts = [
         (f"{number(view.steps_per_s)} steps/s" if view.steps_per_s else "", ""),
         (f"{number(view.samples_per_s)} samples/s" if view.samples_per_s else "", ""),
+        (f"{number(view.tokens_per_s)} tokens/s" if view.tokens_per_s else "", ""),
         (f"{100 * view.mfu:.3g}% MFU" if view.mfu is not None else "", ""),
         (f"ends in {duration(view.end_in_s)}" if view.end_in_s is not None else "", "yellow" if late else ""),
         (f"time limit in {duration(view.limit_in_s)}" if view.limit_in_s is not None else "", "yellow" if late else ""),

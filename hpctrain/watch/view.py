@@ -64,6 +64,7 @@ class View:
     epochs: int | None
     steps_per_s: float | None
     samples_per_s: float | None
+    tokens_per_s: float | None
     mfu: float | None
     """Model FLOPs utilisation, 0.4 for 40%."""
     end_in_s: float | None
@@ -133,6 +134,7 @@ def make(found: RunSnapshot, now: float, job: QueueEntry | None = None, job_age_
         epochs=(found.config.get("train") or {}).get("epochs"),
         steps_per_s=progress.steps_per_s,
         samples_per_s=train.samples_per_s,
+        tokens_per_s=train.tokens_per_s,
         mfu=train.mfu,
         end_in_s=max(0.0, left_s - max(0.0, now - train.time)) if left_s is not None else None,
         limit_in_s=_limit_in(job, job_age_s) if runs else None,

@@ -80,6 +80,7 @@ class RunStatus:
                 "learning_rate": train.learning_rate,
                 "metrics": {name: value for name, value in train.more.items() if is_number(value)},
                 "samples_per_s": train.samples_per_s,
+                "tokens_per_s": train.tokens_per_s,
                 "left_s": made.left_s,
                 "silent_s": self.time - made.last_time if made.last_time is not None else None,
                 "straggler": self.straggler,
@@ -210,7 +211,7 @@ def lines(statuses: Sequence[RunStatus]) -> list[str]:
             text.append("  " + _join([named, unknown if not ended else "", job.nodes, *times]))
         train, newest = made.newest(Train), found.newest
         steps_per_s = f"{number(made.steps_per_s)} steps/s" if made.steps_per_s else ""
-        rate = f"{number(train.samples_per_s)} samples/s" if train and train.samples_per_s else steps_per_s
+        rate = train.rate() if train and train.samples_per_s else steps_per_s
         measured = {"loss": train.loss, **train.more, "lr": train.learning_rate} if train else {}
         values = [f"{name} {number(value)}" for name, value in measured.items() if is_number(value)]
         moves = not ended and status.state.word is not Word.UNKNOWN

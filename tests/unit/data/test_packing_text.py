@@ -23,6 +23,7 @@ from hpctrain.cli import main
 from hpctrain.data.packing import pack_source, text
 from hpctrain.data.packing.pack_source import PackSource
 from hpctrain.data.packing.text import BYTES, TextForm, Tokenizer, files_of, open_tokenizer, text_source
+from hpctrain.data.tokens import token_counter
 
 END = 256
 STORY = "Once upon a time\nthere was a \u00fcber-k\u00e4fer \U0001f41e\r\n" * 30
@@ -300,3 +301,22 @@ def test_files_without_notes_and_with_others() -> None:
             file.attrs["hpctrain"] = value
         with pytest.raises(UserError, match="holds no notes of hpctrain data pack"):
             packed_notes("plain.h5")
+
+
+def test_packed_text_says_how_many_tokens_a_batch_has() -> None:
+    Path("a.txt").write_text("some text, long enough for several samples")
+    for name in ("1.h5", "2.h5"):
+        pack("a.txt", "-o", name, "--context", 5)
+    for source in ("1.h5", ["1.h5", "2.h5"], lambda: open_dataset("1.h5")):
+        dataset = open_dataset(source)
+        count = token_counter(None, dataset)
+        assert count is not None and count(dataset.read(np.arange(3))) == 15
+
+
+def test_other_data_have_the_tokens_that_the_task_names() -> None:
+    dataset = open_dataset({"ids": np.zeros((4, 7), np.int64), "mask": np.eye(4, 7, dtype=bool)})
+    batch = dataset.read(np.arange(4))
+    counts = [token_counter(name, dataset) for name in (None, "ids", "mask", "texts")]
+    assert counts[0] is None and [count and count(batch) for count in counts[1:3]] == [28, 4]
+    with pytest.raises(UserError, match=r"tokens of the task is 'texts'.*\n.*name one of ids, mask"):
+        counts[3](batch)  # type: ignore[misc]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,11 @@ from hpctrain.config.sections import EarlyStopConfig, PlateauConfig, TrainConfig
 from hpctrain.data.formats.sources import open_dataset
 from hpctrain.data.order import Order
 from hpctrain.data.pipeline import TrainingData, ValidationData
+from hpctrain.data.tokens import token_counter
 from hpctrain.errors import ExitCode, NoRequeue, UserError
+from hpctrain.run.event_log import EventWriter
+from hpctrain.run.events import Train, decode
+from hpctrain.track.events_hook import EventsHook
 from hpctrain.train.clock import IntervalClock, Phase
 from hpctrain.train.framework import HostBatch, NonFiniteLoss, StepResult, Sums
 from hpctrain.train.hooks import BaseHook, Hook, StopReason
@@ -325,3 +331,24 @@ def test_the_interval_clock_gives_each_phase_its_time_once() -> None:
     taken = clock.take()
     assert taken["data"] > 0 and taken["forward"] > 0 and taken["backward"] == 0
     assert sum(clock.take().values()) == 0
+
+
+def test_tokens_are_a_ranks_work_and_are_reported_per_second(tmp_path: Path) -> None:
+    clock = IntervalClock()
+    works: list[float] = []
+    clock.end_step = works.append  # type: ignore[assignment,method-assign]
+    hook = EventsHook(EventWriter(tmp_path / "events.jsonl", print), clock, 3)
+    trainer = make(TrainConfig(epochs=1, global_batch=4, accumulate=2), [hook], data={**arrays(), "mask": MASK})
+    trainer.clock, trainer.count_tokens = clock, token_counter("mask", trainer.data)
+    began = time.time()
+    trainer.fit()
+    assert sum(works) == trainer.tokens == MASK.sum() and len(works) == 3
+    (event,) = [one for one in decode((tmp_path / "events.jsonl").read_bytes()) if isinstance(one, Train)]
+    assert event.tokens_per_s is not None and event.tokens_per_s > MASK.sum() / (time.time() - began)
+    assert event.samples_per_s is not None
+    assert event.tokens_per_s / event.samples_per_s == pytest.approx(MASK.sum() / len(MASK))
+    assert "tokens/s" in event.rate() and event.numbers()["tokens_per_s"] == event.tokens_per_s
+
+
+MASK = np.arange(10)[:, None] > np.arange(4)
+"""Samples of up to four tokens."""
