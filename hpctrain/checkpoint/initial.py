@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import h5py
 import numpy as np
@@ -217,6 +217,18 @@ class PresentState(SavedArrays):
         return values
 
 
+@runtime_checkable
+class OfKeras(Protocol):
+    """A framework whose model may be one of Keras."""
+
+    @property
+    def keras_model(self) -> Any:
+        """That model; None if it is not one."""
+
+    def begin_averages(self) -> None:
+        """Sets the averages of the weights, if there are any, to the current weights."""
+
+
 def load_keras_file(source: WeightSource, framework: StateSource) -> Match:
     """Load a ``.weights.h5`` file into a Keras model; names are paths in the file: ``layers/dense/vars/0``.
 
@@ -226,11 +238,11 @@ def load_keras_file(source: WeightSource, framework: StateSource) -> Match:
     Raises:
         UserError: see ``load_initial``.
     """
-    if framework.facts.name != "tensorflow":
+    if not isinstance(framework, OfKeras) or (model := framework.keras_model) is None:
         raise UserError(f"{source.path} holds weights of a Keras model", "give a .safetensors or .pt file")
     if is_absent(source.path):
         raise UserError(f"{source.path} does not exist", "check checkpoint.init_from")
-    from hpctrain.backends.tensorflow.state.weights import through_file
+    from hpctrain.backends.keras.keras_model import through_file
 
     def filled(own: Path) -> Match:
         readable = file_errors(f"{source.path} cannot be read", "give a file of model.save_weights")
@@ -243,7 +255,9 @@ def load_keras_file(source: WeightSource, framework: StateSource) -> Match:
                 theirs.copy(theirs[found[name]], file, name)
         return match
 
-    return through_file(framework, filled)
+    match = through_file(model, filled)
+    framework.begin_averages()
+    return match
 
 
 def datasets(file: h5py.File) -> list[str]:

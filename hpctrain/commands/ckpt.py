@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 PATH_HELP = "run folder, its checkpoints folder, or one checkpoint's folder; or the URL of checkpoints in a store"
 GRAPHS = (".pt2", ".onnx")
 """Suffixes of files that hold the model's forward pass too."""
-SUFFIXES = (".safetensors", ".pt", ".weights.h5", *GRAPHS)
+SUFFIXES = (".safetensors", ".pt", ".weights.h5", ".keras", *GRAPHS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -178,7 +178,7 @@ def export(args: argparse.Namespace) -> int:
         elif args.output.endswith(".pt"):
             export_state_dict(loaded, output, selection)
         else:
-            export_weights_h5(loaded, output, selection)
+            export_keras_file(loaded, output, selection)
         is_apart = "sync/outer" in loaded.arrays
     row = {"step": loaded.step, "output": str(output), "bytes": output.stat().st_size}
     lines = [f"weights of step {loaded.step} in {output} ({row['bytes']} bytes)"]
@@ -202,7 +202,7 @@ def selection_of(args: argparse.Namespace) -> Selection:
     return Selection(args.ema, args.trainable_only, args.merge_lora, rename)
 
 
-def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> None:
+def export_keras_file(loaded: Loaded, output: Path, selection: Selection) -> None:
     """Exports through the model of the run's task: Keras files number layers in the model's order."""
     from hpctrain.rank.problem import with_weights
     from hpctrain.system.files import replace_whole
@@ -211,7 +211,7 @@ def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> Non
 
     if dataclasses.replace(selection, averaged=None, lora_alpha=None) != Selection():
         fix = "export to a .safetensors file, or without --trainable-only and --rename"
-        raise UserError("a .weights.h5 file holds all weights of a model, by their places in it", fix)
+        raise UserError("a file of Keras holds all weights of a model, by their places in it", fix)
     task, data, recipe = saved_task(loaded)
     if not isinstance(task, KerasTask):
         raise UserError("the task is not a Keras task", "export it to a .pt or .safetensors file")

@@ -1,6 +1,7 @@
 """Keras models trained by hpctrain and by Keras' own ``fit``, on Keras' PyTorch backend, where TensorFlow is missing.
 
-Run with KERAS_BACKEND=torch: prints, as JSON, the largest relative difference of all variables by case.
+Run with KERAS_BACKEND=torch: prints, as JSON, the largest relative difference of all variables by case; with a folder
+as its argument, those of a model that was trained there and of what reads its files.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,12 +36,17 @@ sys.meta_path.insert(0, NoTensorFlow())  # type: ignore[arg-type]
 import keras  # noqa: E402
 from keras import layers  # noqa: E402
 
-from hpctrain import KerasTask  # noqa: E402
+from hpctrain import KerasTask, fit  # noqa: E402
+from hpctrain.checkpoint.initial import load_initial  # noqa: E402
+from hpctrain.checkpoint.initial_match import WeightSource  # noqa: E402
+from hpctrain.cli import main as command  # noqa: E402
 from hpctrain.comm.world import alone  # noqa: E402
 from hpctrain.config.sections import Config, DataConfig, TrainConfig  # noqa: E402
 from hpctrain.rank.problem import make_problem  # noqa: E402
 from hpctrain.rank.wiring import make_framework, make_trainer  # noqa: E402
 from hpctrain.train.clock import IntervalClock  # noqa: E402
+from hpctrain.train.hooks import BaseHook  # noqa: E402
+from hpctrain.train.stateful import value_of  # noqa: E402
 
 Model = Callable[[], keras.Model]
 
@@ -171,8 +179,45 @@ def difference(first: keras.Model, second: keras.Model) -> float:
     return max(float(np.abs(one.numpy() - other.numpy()).max()) for one, other in pairs)
 
 
+def files(folder: Path) -> dict[str, float]:
+    """Differences of outputs between a trained run and models from its exported files."""
+    case = "schedule, clipnorm, decay"
+    own = TrainConfig(steps=3, global_batch=BATCH, ema_decay=0.5)
+    config = Config(name="run", task="tests.tasks.keras_on_torch:task", task_args={"case": case}, train=own)
+    trained = fit(replace(config, run_dir=str(folder / "run")), hooks=[end := End()])
+    assert trained.step == 3
+    whole, weights = str(folder / "out.keras"), str(folder / "out.weights.h5")
+    for output in (whole, weights):
+        assert command(["ckpt", "export", str(folder / "run"), "--no-ema", "-o", output]) == 0
+    framework = make_framework(config, alone(), make_problem(config, alone()).task, IntervalClock())
+    match = load_initial(WeightSource(weights), framework)
+    state = {one.name: value_of(one) for one in framework.state()}
+    averages = [
+        np.abs(state[f"ema/{name}"] - state[f"model/{name}"]).max() for name in ("dense/kernel", "dense_1/bias")
+    ]
+    models = {"whole": keras.saving.load_model(whole), "initial": framework.keras_model}
+    outputs = {name: model(data()["x"]).detach().numpy() for name, model in models.items()}
+    return {
+        **{name: float(np.abs(one - end.outputs).max()) for name, one in outputs.items()},
+        "averages": float(max(averages)),
+        "left": len(match.missing + match.unexpected),
+    }
+
+
+class End(BaseHook):
+    """Keeps the outputs at the end of a run."""
+
+    outputs: Any = None
+
+    def after_fit(self, training: Any, reason: Any) -> None:
+        self.outputs = training.framework.keras_model(data()["x"]).detach().numpy()
+
+
 def main() -> None:
     """Prints what all cases give."""
+    if sys.argv[1:] and Path(sys.argv[1]).is_dir():
+        print(json.dumps(files(Path(sys.argv[1]))))
+        return
     found: dict[str, Any] = {}
     for case in sys.argv[1:] or CASES:
         (ours, our_metrics), (theirs, metrics) = by_hpctrain(case), by_keras(case)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
 
 from hpctrain.config.features import Feature, used
+from hpctrain.errors import UserError
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.hooks import rate_hook
 from hpctrain.train.walk_objects import reached
@@ -171,3 +174,42 @@ def named_variables(model: keras.Model) -> Iterator[tuple[str, keras.Variable, b
     for variable in model.non_trainable_variables:
         group = "rng" if is_seed(variable) else "model"
         yield f"{group}/{path_in(model, variable)}", variable, id(variable) in frozen
+
+
+def save_keras(model: keras.Model, path: Path) -> None:
+    """Writes a file for ``model.load_weights``, or for ``keras.saving.load_model`` if the path ends in ``.keras``.
+
+    Raises:
+        UserError: Keras cannot save the whole model.
+        OSError: the file cannot be written.
+    """
+    model.built = True  # Keras does not count a model without ``call`` as built
+    if path.suffix != ".keras":
+        model.save_weights(path)
+        return
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and not optimizer.built:
+        optimizer.build(model.trainable_variables)  # otherwise loading warns of missing state
+    try:
+        model.save(path)
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise UserError(
+            f"Keras cannot save {type(model).__name__} as a whole: {str(error).strip().splitlines()[0]}",
+            "give its class a get_config, or export to a .weights.h5 file",
+        ) from error
+
+
+T = TypeVar("T")
+
+
+def through_file(model: keras.Model, change: Callable[[Path], T]) -> T:
+    """Saves a model's weights to a ``.weights.h5`` file, lets ``change`` edit it in place, and loads it.
+
+    Returns what ``change`` returned.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "own.weights.h5"
+        model.save_weights(path)
+        found = change(path)
+        model.load_weights(path)
+    return found

@@ -71,6 +71,11 @@ class KerasFramework(FrameworkOfParts):
         self.flops: Flops | None = None
 
     @property
+    def keras_model(self) -> keras.Model:
+        """See checkpoint.initial.OfKeras."""
+        return self.task.model
+
+    @property
     def group(self) -> Group:
         """The ranks that see different samples."""
         return self.source.group
@@ -87,6 +92,10 @@ class KerasFramework(FrameworkOfParts):
             self.evaluator.try_on(validation or [batch])
             if pair is not None and self.task.loss is not None:
                 try_mean(self.task, self.evaluator.passes, on_device(copied(pair)))
+
+    def begin_averages(self) -> None:
+        """See checkpoint.initial.OfKeras."""
+        self.source.begin_averages()
 
     def weights(self, at: slice = ALL) -> NDArray[Any]:
         """See backends.local_training.Apart."""

@@ -130,7 +130,11 @@ class HorovodReducer:
         self.compress = compress
 
     def sum(self, pieces: Sequence[tf.Tensor], before: Callback = None, after: Callback = None) -> list[tf.Tensor]:
-        return notifying(after, with_square(self._sum(notifying(before, pieces))))
+        called = calling(before, pieces)  # messages do not wait for it, nor for each other's gradients
+        sums = with_square(self._sum(pieces))
+        with tf.control_dependencies(called):
+            sums[-1] = tf.identity(sums[-1])
+        return notifying(after, sums)
 
     borrow = sum
 
@@ -176,18 +180,22 @@ def python_called(function: Callable[..., Any], inputs: Sequence[tf.Tensor], dty
     return given
 
 
-def notifying(callback: Callback, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns the pieces; a callback on the host runs when they are complete."""
+def calling(callback: Callback, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Calls the callback on the host when the pieces are complete. Returns what to depend on; empty for no callback."""
     if callback is None:
-        return list(pieces)
+        return []
 
     def call(_: NDArray[Any]) -> np.bool_:
         callback()
         return np.True_
 
     with tf.control_dependencies(pieces):
-        called = python_called(call, [pieces[-1]], tf.bool)  # passing a value waits for the device
-    with tf.control_dependencies([called]):
+        return [python_called(call, [pieces[-1]], tf.bool)]  # passing a value waits for the device
+
+
+def notifying(callback: Callback, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns the pieces; a callback on the host runs when they are complete."""
+    with tf.control_dependencies(calling(callback, pieces)):
         return [tf.identity(piece) for piece in pieces]
 
 

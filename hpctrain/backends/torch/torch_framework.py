@@ -98,6 +98,15 @@ class TorchFramework(FrameworkOfParts):
                 self.evaluator.try_mean(pair)
             self.source.require_same_layout()
 
+    @property
+    def keras_model(self) -> Any:
+        """See checkpoint.initial.OfKeras."""
+        return getattr(self.task.model, "keras_model", None)
+
+    def begin_averages(self) -> None:
+        """See checkpoint.initial.OfKeras."""
+        self.source.averages.begin()
+
     def weights(self, at: slice = ALL) -> NDArray[Any]:
         """See backends.local_training.Apart."""
         trained = [as_real(one.detach()) for one in self.source.averages.parameters]

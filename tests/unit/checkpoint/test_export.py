@@ -182,13 +182,17 @@ def test_safetensors_loads_in_the_stock_library(digits: Any, tmp_path: Path) -> 
 
 
 def test_keras_weights_load_in_stock_keras(keras_digits: Any, tmp_path: Path) -> None:
+    import keras
+
     from hpctrain.tasks.tensorflow_digits import network
 
     task, _, path = keras_digits
     assert main(["ckpt", "export", str(path), "-o", str(tmp_path / "out.weights.h5"), "--no-ema"]) == 0
+    assert main(["ckpt", "export", str(path), "-o", str(tmp_path / "out.keras"), "--no-ema"]) == 0
     model = network()
     model.load_weights(tmp_path / "out.weights.h5")
-    np.testing.assert_array_equal(model(IMAGES), task.model(IMAGES))
+    for one in (model, keras.saving.load_model(tmp_path / "out.keras")):
+        np.testing.assert_array_equal(one(IMAGES), task.model(IMAGES))
 
 
 def test_weights_of_a_model_with_a_step_of_its_own_load_in_stock_keras(tmp_path: Path) -> None:

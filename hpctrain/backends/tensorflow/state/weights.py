@@ -1,19 +1,17 @@
-"""Builds weights of Keras models that create them at their first call, and writes and loads ``.weights.h5`` files."""
+"""Builds weights of Keras models that create them at their first call, and writes files of them."""
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import keras
 from numpy.typing import NDArray
 
 from hpctrain.backends.keras.keras_compiled import CompiledLoss
-from hpctrain.backends.keras.keras_model import InMode, trains_itself
+from hpctrain.backends.keras.keras_model import InMode, save_keras, trains_itself
 from hpctrain.backends.named_state import load_tensors
-from hpctrain.backends.tensorflow.keras_framework import KerasFramework
 from hpctrain.backends.tensorflow.state.keras_tensors import model_tensors
 from hpctrain.backends.tensorflow.steps.keras_own_step import build_by_own_step
 from hpctrain.backends.tensorflow.steps.passes import Tensors, score_of
@@ -21,7 +19,6 @@ from hpctrain.data.dataset import Samples
 from hpctrain.errors import HpctrainError
 from hpctrain.system.user_errors import blamed, shapes
 from hpctrain.tasks.definition import KerasTask
-from hpctrain.train.framework import StateSource
 
 
 def build_weights(task: KerasTask, samples: Samples) -> None:
@@ -65,42 +62,17 @@ def build_weights(task: KerasTask, samples: Samples) -> None:
             raise refused[0]
 
 
-T = TypeVar("T")
-
-
 def export_keras(model: keras.Model, arrays: Mapping[str, NDArray[Any]], path: Path) -> None:
-    """Writes a file for ``model.load_weights(path)``.
+    """Writes a file with ``save_keras``.
 
     Args:
         model: the model, built as for training; its weights are overwritten.
         arrays: arrays of a checkpoint, by name (``model/...``).
-        path: path that ends in ``.weights.h5``.
+        path: path that ends in ``.weights.h5`` or ``.keras``.
 
     Raises:
-        UserError: a weight is missing or has another shape.
+        UserError: a weight is missing or has another shape, or Keras cannot save the whole model.
         OSError: the file cannot be written.
     """
     load_tensors(model_tensors(model), arrays)
-    model.built = True  # Keras does not count a model without ``call`` as built
-    model.save_weights(path)
-
-
-def through_file(framework: StateSource, change: Callable[[Path], T]) -> T:
-    """Saves a Keras model's weights to a file, lets ``change`` edit it, and loads it; averages restart from it.
-
-    Args:
-        framework: framework of the model.
-        change: called with the path of a ``.weights.h5`` file that it may edit in place.
-
-    Returns:
-        What ``change`` returned.
-    """
-    assert isinstance(framework, KerasFramework), "of a Keras task"
-    model = framework.task.model
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "own.weights.h5"
-        model.save_weights(path)
-        found = change(path)
-        model.load_weights(path)
-    framework.source.begin_averages()
-    return found
+    save_keras(model, path)

@@ -43,35 +43,37 @@ class UpdateJudge:
         """Whether loss and gradient of the last update were finite; assigned by the update."""
         self.arrive = lambda: clock.mark(Phase.BACKWARD)
         """Called when this rank's gradients are complete."""
-        self.leave = lambda: clock.mark(Phase.EXCHANGE)
-        """Called when the sums are complete."""
 
-    def read(self, values: tf.Tensor) -> None:
-        """Reads the result of an update; see Step.
+    def read(self, values: tf.Tensor, ended: Phase) -> None:
+        """Reads the result of an update; see KerasUpdate.
+
+        Args:
+            values: the result.
+            ended: the phase whose end it holds.
 
         Raises:
             NotFinite: loss or gradient is not finite, and the loss scale is not the cause.
         """
-        loss, weight, *slots, arrived = values.numpy().tolist()
+        loss, weight, *slots, end = values.numpy().tolist()
         self.own = loss, weight
-        if arrived:
-            self.clock.mark_past(Phase.BACKWARD, time.time() - arrived)
+        self.clock.mark_past(ended, time.time() - end)
         square = slots[SQUARE]
         self.norm = self.rule.decide(read_slots(slots), math.sqrt(square) if square >= 0 else math.nan).norm
 
 
 class KerasUpdate:
-    """Makes updates with one reducer. TensorFlow calls Python only for exchanges.
+    """Makes updates with one reducer. TensorFlow calls Python only when an exchange begins.
 
     An update that is not finite ends in a TensorFlow error and leaves ``UpdateJudge.finite`` False; with a loss scale
     it is skipped.
 
-    Both functions return the float64 vector that ``UpdateJudge.hear`` reads: LOSS and WEIGHT of this rank, the first
-    READ slots of the sums, and on one rank the wall-clock time at which the gradients were complete (otherwise 0).
+    Both functions return the float64 vector that ``UpdateJudge.read`` reads: LOSS and WEIGHT of this rank, the first
+    READ slots of the sums, and the wall-clock time at which the phase ``timed`` ended.
     """
 
     def __init__(self, passes: KerasPasses, update: Update, reducer: KerasReducer, judge: UpdateJudge) -> None:
         self.passes, self.update, self.reducer, self.judge = passes, update, reducer, judge
+        self.timed = Phase.EXCHANGE if reducer.meets else Phase.BACKWARD
         self.whole = Traced(self._whole, compiled=False)
         """whole(batch, share, loss_scale): an update from one batch; arguments as for Passes.gradients."""
         self.packing = passes.packing
@@ -84,18 +86,16 @@ class KerasUpdate:
 
     def _complete(self, tensors: Sequence[tf.Tensor], loss_scale: tf.Tensor) -> tf.Tensor:
         rows, (*gradients, own) = self.packing.apart(tensors)
-        judge, arrived, alone = self.judge, tf.zeros((), tf.float64), not self.reducer.meets
-        if alone:  # Python is not called; it marks the time afterwards
-            with tf.device("CPU"), tf.control_dependencies([*gradients, *rows, tf.identity(own)]):
-                arrived = tf.timestamp()
-        with tf.control_dependencies([arrived] if alone else rows):
-            around = (None, None) if alone else (judge.arrive, None if rows else judge.leave)
-            *sums, slots = self.reducer.borrow([*gradients, own], *around)
+        judge, meets = self.judge, self.reducer.meets
+        first = rows if meets else [time_after([*gradients, *rows, tf.identity(own)])]
+        with tf.control_dependencies(first):
+            *sums, slots = self.reducer.borrow([*gradients, own], judge.arrive if meets else None)
         if rows:
             with tf.control_dependencies([*sums, slots]):  # all ranks exchange in this order
-                rows = self.packing.tables.sum([tf.identity(tensor) for tensor in rows], judge.leave)
+                rows = self.packing.tables.sum([tf.identity(tensor) for tensor in rows])
             square = tf.cast(self.packing.tables.square(rows), slots.dtype)
             slots += square * tf.one_hot(SQUARE, SLOTS, dtype=slots.dtype)
+        end = time_after([*sums, *rows, slots]) if meets else first[0]
         plain = not judge.rule.needs_norm and self.passes.weighted is False
         if plain:
             finite, factor = tf.reduce_all(tf.math.is_finite(slots)), None
@@ -115,7 +115,7 @@ class KerasUpdate:
             with tf.control_dependencies([done]):
                 tf.raw_ops.Assert(condition=done, data=[*sums, slots])  # holds them until the update is done
         values = tf.cast(tf.concat([own[: WEIGHT + 1], slots[:READ]], 0), tf.float64)
-        return tf.concat([values, [arrived]], 0)
+        return tf.concat([values, [end]], 0)
 
     def _update(self, rows: Sequence[tf.Tensor], sums: Sequence[tf.Tensor], factor: tf.Tensor | None) -> tf.Tensor:
         if factor is not None:
@@ -124,6 +124,12 @@ class KerasUpdate:
         elif self.reducer.lends and not makes_new_tensors(self.update.optimizer):
             sums = [tf.raw_ops.DeepCopy(x=total) for total in sums]
         return self.update.run(rows, sums)
+
+
+def time_after(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Seconds since 1970 at which the tensors are complete, read without calling Python."""
+    with tf.device("CPU"), tf.control_dependencies(tensors):
+        return tf.timestamp()
 
 
 def decision(slots: tf.Tensor, loss_scale: tf.Tensor, clip_norm: float | None) -> tuple[tf.Tensor, tf.Tensor]:
@@ -188,7 +194,7 @@ class LossProgram:
                     values = self.steps.whole(batches[0], share, scale)
                 else:
                     values = self.steps.complete(self._gradients(batches, global_samples), scale)
-                self.judge.read(values)
+                self.judge.read(values, self.steps.timed)
         except (tf.errors.OpError, NotFinite) as error:
             if self.batch_norms.problem is not None:
                 raise self.batch_norms.problem from error

@@ -17,7 +17,14 @@ from torch import Tensor
 
 from hpctrain.backends.keras.keras_compiled import CompiledLoss
 from hpctrain.backends.keras.keras_meter import KerasMeter
-from hpctrain.backends.keras.keras_model import POLICIES, InMode, lacks_weights, optimizer_features, trains_itself
+from hpctrain.backends.keras.keras_model import (
+    POLICIES,
+    InMode,
+    lacks_weights,
+    optimizer_features,
+    save_keras,
+    trains_itself,
+)
 from hpctrain.backends.named_state import load_tensors
 from hpctrain.backends.torch.keras.keras_module import KerasModule
 from hpctrain.backends.torch.keras.keras_optimizer import KerasOptimizer
@@ -127,6 +134,6 @@ def build_weights(task: KerasTask, samples: Mapping[str, NDArray[Any]]) -> None:
 
 
 def export_keras(model: Any, arrays: Mapping[str, NDArray[Any]], path: Path) -> None:
-    """Writes a file for ``load_weights`` of the KerasModule's model; see ``backends.tensorflow.state.weights``."""
+    """Writes a file of the KerasModule's model; see ``backends.tensorflow.state.weights``."""
     load_tensors(model_tensors(model), arrays)
-    model.hidden[0].save_weights(path)
+    save_keras(model.keras_model, path)

@@ -56,6 +56,12 @@ class KerasModule(torch.nn.Module):
             layer._modules.pop("_torch_params", None)  # it would keep the whole model alive, whatever a plan does
         self.follow()
 
+    @property
+    def keras_model(self) -> keras.Model:
+        """The model, with the tensors that this module has now."""
+        self.follow()
+        return self.hidden[0]
+
     def follow(self) -> None:
         """Gives the model's variables the tensors that this module has now, which a device or a plan may replace."""
         for name, variable in self.variables.items():

@@ -40,6 +40,11 @@ class Averages:
         self.parameters = [one for _, one in partition.parameters(model) if one.requires_grad]
         self.values = [parameter.detach().clone() for parameter in self.parameters] if decay else []
 
+    def begin(self) -> None:
+        """Sets the averages to the current parameters."""
+        for average, parameter in zip(self.values, self.parameters, strict=False):
+            average.copy_(parameter.detach())
+
     def of(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Averages of the given parameters."""
         known = {id(one): average for one, average in zip(self.parameters, self.values, strict=False)}

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,3 +30,9 @@ def test_weights_and_metrics_are_those_of_fit() -> None:
     metrics = {f"{case}: {name}": value for case, one in found.items() for name, value in one["metrics"].items()}
     assert {name: value for name, value in metrics.items() if value > 1e-6} == {}
     assert found["two outputs"]["names"] == ["loss", "size_mae"]
+
+
+@pytest.mark.slow
+def test_files_of_keras_are_written_and_read(tmp_path: Path) -> None:
+    """Plain Keras loads the whole model; a run begins with weights from a file, and so do their averages."""
+    assert shown(str(tmp_path)) == {"whole": 0.0, "initial": 0.0, "averages": 0.0, "left": 0}
