@@ -148,7 +148,8 @@ class NoReducer(WithNorm):
 
     def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> ExchangeResult:
         self.complete()
-        device = self.parameters[0].device if self.parameters else torch.device("cpu")
+        known = [*self.parameters, *self.tables.parameters]
+        device = known[0].device if known else torch.device("cpu")
         slots = torch.zeros(SLOTS, dtype=torch.float64, device=device)
         fill_slots(slots, loss, weight)
         return self.read(slots)

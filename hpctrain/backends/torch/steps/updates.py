@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -161,15 +162,20 @@ class Trained:
     @property
     def can_step_ahead(self) -> bool:
         """Whether ``step_ahead`` is possible; results are the same bits, so ranks may differ."""
-        momentum = any(group.get("momentum") for group in self.optimizer.param_groups)
+        optimizer = self.optimizer
         return (
-            self.on_device
-            and type(self.optimizer) in SEPARATE
-            and getattr(self.optimizer, "_step_supports_amp_scaling", False)
+            self._may_step_ahead
             and not self._is_watched
-            and (bool(self.optimizer.state) or not momentum)  # SGD's first step would keep uninitialised momentum
-            and all(one.dtype in (torch.float32, torch.float64) for one in self.parameters)
+            # SGD's first step, if skipped, leaves uninitialised momentum behind
+            and (bool(optimizer.state) or not any(group.get("momentum") for group in optimizer.param_groups))
         )
+
+    @functools.cached_property
+    def _may_step_ahead(self) -> bool:
+        skips = type(self.optimizer) in SEPARATE and getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        # Factors are rounded to the dtype of gradients, on the host to float32 at least.
+        one_dtype = {one.dtype for one in self.parameters} in ({torch.float32}, {torch.float64})
+        return self.on_device and skips and one_dtype
 
     def step_ahead(self, reducer: Reducer, clock: StepClock, weighted: bool, numbers: Tensor) -> None:
         """Launches the optimizer's step; the device skips it if loss or norm are not finite (``found_inf``).
