@@ -11,10 +11,12 @@ import argparse
 import importlib.util
 import json
 import os
+import shutil
 import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,7 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     installed = [name for name, reader in READERS.items() if importlib.util.find_spec(reader.module)]
     about = f"of {', '.join(READERS)} (default: those that are installed)"
     parser.add_argument("--only", nargs="+", choices=list(READERS), default=installed, metavar="READER", help=about)
-    parser.add_argument("--most", type=int, default=8, help="accelerators at most (default: 8)")
+    parser.add_argument(
+        "--sizes",
+        type=int,
+        nargs="+",
+        default=list(range(1, 9)),
+        help="numbers of accelerators, ascending (default: 1 to 8)",
+    )
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender, of which the median counts")
     parser.add_argument("--seconds", type=float, default=4.0, help="of a turn (default: 4)")
     parser.add_argument(
@@ -40,6 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--samples", type=int, help="generated samples (default: some 600 MB per format)")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="file system to measure")
+    parser.add_argument(
+        "--keep", action="store_true", help="keep the files in --folder, and use those of an earlier run"
+    )
     parser.add_argument(
         "--cold", action="store_true", help="drop the files from the node's page cache before each turn"
     )
@@ -53,32 +64,46 @@ def run(args: argparse.Namespace) -> int:
     for name in args.workloads:
         workload = WORKLOADS[name]
         workload = replace(workload, samples=args.samples or workload.samples)
-        with tempfile.TemporaryDirectory(dir=args.folder, prefix="hpctrain-storage-") as folder:
-            for kind in sorted({READERS[reader].format for reader in args.only} - {""}):
-                fill(kind, workload, Path(folder))
+        with files(args, workload) as folder:
             if not args.json:
                 foreign_text.show(heading(workload))
-            rows: dict[str, list[float]] = {reader: [] for reader in args.only}
-            for reader, size, share in measured(args, workload, Path(folder)):
-                rows[reader].append(share)
+            rows: dict[str, list[tuple[int, float]]] = {reader: [] for reader in args.only}
+            for reader, size, share in measured(args, workload, folder):
+                rows[reader].append((size, share))
                 if not args.json:
                     rate = size * share * workload.bytes_per_s / 1e6
                     foreign_text.show(f"{reader:<14} {size:>2} accelerators  {share:>6.1%}  {rate:>7,.0f} MB/s")
         for reader, shares in rows.items():
-            fed = sum(share >= workload.utilisation for share in shares)
+            fed = max((size for size, share in shares if share >= workload.utilisation), default=0)
             found.append({"workload": name, "reader": reader, "fed": fed, "utilisation": shares})
             if not args.json:
-                more = " or more" if fed == args.most else ""
+                more = " or more" if fed == args.sizes[-1] else ""
                 foreign_text.show(f"{name}: {reader} feeds {fed}{more}")
     if args.json:
         foreign_text.show(json.dumps({"rows": found, "cold": args.cold, "workers": args.workers}))
     return ExitCode.DONE
 
 
+@contextmanager
+def files(args: argparse.Namespace, workload: Workload) -> Iterator[Path]:
+    """Yields a folder with the samples in the format of each reader."""
+    kept = args.folder / f"hpctrain-storage-{workload.name}-{workload.samples}"
+    with nullcontext(kept) if args.keep else tempfile.TemporaryDirectory(dir=args.folder) as name:
+        for kind in sorted({READERS[reader].format for reader in args.only} - {""}):
+            folder = Path(name, kind)
+            whole = folder / "whole"
+            if not whole.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(parents=True)
+                fill(kind, workload, folder)
+                whole.touch()
+        yield Path(name)
+
+
 def measured(args: argparse.Namespace, workload: Workload, folder: Path) -> Iterator[tuple[str, int, float]]:
     """Yields contender, number of accelerators and median utilisation; ends a contender below the limit."""
     left = list(args.only)
-    for size in range(1, args.most + 1):
+    for size in args.sizes:
         shares: dict[str, list[float]] = {reader: [] for reader in left}
         for _ in range(args.rounds):
             for reader in left:

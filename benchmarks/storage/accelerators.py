@@ -34,7 +34,7 @@ def utilisation(name: str, workload: Workload, folder: Path, size: int, workers:
     with socket.socket() as door:
         door.bind(("127.0.0.1", 0))
         port = door.getsockname()[1]
-    feed = Feed(workload, folder, 0, size, workers, port)
+    feed = Feed(workload, folder / READERS[name].format, 0, size, workers, port)
     together, results = processes.Barrier(size), processes.SimpleQueue()
     started = [
         processes.Process(target=accelerator, args=(name, replace(feed, rank=rank), seconds, together, results))
@@ -90,7 +90,7 @@ def require_whole(batch: Any, workload: Workload) -> None:
 
 
 def fill(kind: str, workload: Workload, folder: Path) -> None:
-    """Writes the files of a format in a process of its own, which frees a framework's memory.
+    """Writes the files of a format in a separate process, which frees a framework's memory.
 
     Raises:
         RunFailed: it failed.

@@ -1,4 +1,4 @@
--- Linted (luac -p, and run against stand-ins of Lmod's functions by the tests), not loaded by Lmod: a module file.
+-- Loaded (by Lmod 8.6.19: load, unload, help, whatis; the tests use stand-ins of its functions): a module file.
 -- Make the environment first, in the root of a checkout:  VENV=/apps/hpctrain/0.4.0 env/setup.sh
 -- then copy this file to modulefiles/hpctrain/0.4.0.lua. Load the MPI that the environment was made with before it:
 -- replace the depends_on line by your site's modules.

@@ -44,7 +44,7 @@ def test_each_says_whether_it_was_built() -> None:
     told = {path.name: path.read_text().splitlines()[0] for path in RECIPES.iterdir() if path.is_file()}
     assert len(told) == 6
     assert [
-        name for name, line in told.items() if not re.match(r"(#|--) (Built|Linted \(.+\), not (built|loaded))", line)
+        name for name, line in told.items() if not re.match(r"(#|--) (Built|Loaded|Linted \(.+\), not built)", line)
     ] == []
 
 
@@ -75,6 +75,8 @@ def test_the_spack_package_asks_for_what_setup_cfg_does() -> None:
     for extra, line in requirements():
         if extra in ("", "torch", "mpi"):
             name, _, version = line.partition(";")[0].strip().lower().partition(">=")
+            if name == "isal":  # Spack's is too old; without it zlib computes checksums
+                continue
             assert f"py-{name}@{version}:" in asked
 
 
@@ -105,7 +107,13 @@ def test_images_begin_with_a_system_and_copy_what_is_there() -> None:
     definition, dockerfile = recipe("hpctrain.def").read_text(), recipe("Dockerfile").read_text()
     assert re.search(r"(?m)^Bootstrap: docker\nFrom: (\S+)$", definition)[1] in dockerfile
     files = re.search(r"(?ms)^%files\n(.*?)^$", definition)[1]
-    assert [word for word in files.split() if not word.startswith("/") and not (ROOT / word).exists()] == []
+    pairs = [line.split() for line in files.splitlines()]
+    # Apptainer copies the first word of a line to the second, and ignores others
+    assert pairs == [[source, f"/opt/source/{source}"] for source, *_ in pairs if (ROOT / source).exists()]
+    post = re.search(r"(?ms)^%post\n(.*?)^$", definition)[1].replace("/opt/venv/bin/", "")
+    built = re.findall(r"(?:RUN|&&) ((?:python3|pip|hpctrain install).*?)(?: \\)?$", dockerfile, re.M)
+    assert len(built) == 4
+    assert [command for command in built if command not in post] == []
     for section in ("%post", "%environment", "%test", "%runscript"):
         assert f"\n{section}\n" in definition
 
