@@ -82,7 +82,7 @@ install_horovod() { # a build for CPUs must not be handed tensors of a GPU
     "$venv/bin/hpctrain" install-horovod --gpu || code=$?
     case $code in
       0) return ;;
-      64 | 70) say "Building Horovod for CPUs instead: until hpctrain install-horovod --gpu works (docs/gpu.md)," \
+      64 | 70) say "Building Horovod for CPUs instead: until \`hpctrain install-horovod --gpu\` works (docs/gpu.md)," \
         "models on a GPU reduce over MPI" ;;
       *) exit "$code" ;; # interrupted
     esac

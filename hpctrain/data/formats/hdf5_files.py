@@ -131,7 +131,7 @@ class LinkedFiles:
             raise UserError(
                 f"{self.path}: {what} leads to {real}, outside the data set's own folder",
                 f"to allow it, add this line below data: in the run file: `allow_outside: {line}`; "
-                f"hpctrain data takes --allow-outside {shlex.quote(str(real.parent))}",
+                f"hpctrain data pack and info take --allow-outside {shlex.quote(str(real.parent))}",
             )
 
     def contiguous(self, dataset: h5py.Dataset, begin: int, end: int) -> Array | None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hpctrain.errors import UserError
 
-FIX = 'decode it: hpctrain.open_dataset(..., decode="netcdf"), or hpctrain data with --kind netcdf'
+FIX = 'decode it: hpctrain.open_dataset(..., decode="netcdf"), or hpctrain data pack --kind netcdf'
 
 
 class NetcdfReader(Protocol):
