@@ -1,6 +1,6 @@
 """Compares reading samples from a packed file and from an object store: ``python -m benchmarks.reading``.
 
-The same rows are in a packed HDF5 file, and on a local S3 server as Parquet, HDF5, tar shards (read by WebDataset) and
+The same rows are in a packed HDF5 file, and on a local S3 server as Parquet, tar shards (read by WebDataset) and
 MosaicML shards (``pip install webdataset mosaicml-streaming``). The first epoch is cold: neither pages of the files nor
 blocks of the store are cached on the node.
 """
@@ -32,7 +32,7 @@ from hpctrain.system.object_store import opened
 from tests.support.object_store import serving
 
 WIDTH, GROUP, SHARD, FILE = 192, 10_000, 10_000, 100_000
-"""Values per row, rows per row group, samples per tar shard, rows per Parquet or HDF5 file."""
+"""Values per row, rows per row group, samples per tar shard, rows per Parquet file."""
 PEERS = {"webdataset": "webdataset", "streaming": "streaming"}
 """Contenders that need a package, with its module."""
 
@@ -75,15 +75,6 @@ def pack(path: Path, first: int, last: int) -> None:
         file.create_dataset("y", data=np.arange(first, last))
         for begin, end in parts(first, last, GROUP):
             x[begin - first : end - first] = rows_of(begin, end)["x"]
-
-
-def fill_hdf5(num_rows: int, folder: Path) -> str:
-    for number, (begin, end) in enumerate(parts(0, num_rows, FILE)):
-        path = folder / f"{number:05d}.h5"
-        pack(path, begin, end)
-        opened("s3://rows/hdf5").put(path.name, path)
-        path.unlink()
-    return "s3://rows/hdf5/*.h5"
 
 
 def fill_table(num_rows: int, folder: Path) -> str:
@@ -133,7 +124,6 @@ def fill_streaming(num_rows: int, folder: Path) -> str:
 FILLING: dict[str, Callable[[int, Path], str]] = {
     "packed": fill_packed,
     "table": fill_table,
-    "hdf5": fill_hdf5,
     "streaming": fill_streaming,
     "webdataset": fill_webdataset,
 }

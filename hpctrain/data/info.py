@@ -126,11 +126,7 @@ def _sources(dataset: Any) -> list[dict[str, Any]]:
         return [each for part in dataset.parts for each in _sources(part)]
     if not isinstance(dataset, Hdf5Dataset):
         return []
-    copied = [{**source, "packed": str(dataset.path)} for source in packed_notes(dataset.path).get("sources", ())]
-    if dataset.origin is None:
-        return copied
-    schema = {name: str(field.dtype) for name, field in dataset.fields.items()}
-    return [{**dataset.origin, "rows": len(dataset), "schema": schema}, *copied]
+    return [{**source, "packed": str(dataset.path)} for source in packed_notes(dataset.path).get("sources", ())]
 
 
 def address_of(source: Mapping[str, Any]) -> str:

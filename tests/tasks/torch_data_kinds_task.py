@@ -57,7 +57,7 @@ class Lines(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
 
 TABLE = {"tokens": np.linspace(0, 1, 4 * SAMPLES, dtype=np.float32).reshape(SAMPLES, 4), "id": np.arange(SAMPLES)}
 TABLE["mask"] = (TABLE["tokens"] > 0.3).astype(np.float32)
-URI, STORED = "s3://rows/table", "s3://rows/rows.h5"
+URI = "s3://rows/table"
 """Where a test stores the same rows."""
 
 
@@ -70,7 +70,6 @@ def task(world: World, kind: str, folder: str) -> TorchTask:
         "lines": {"train": Lines()},
         "arrays": {"train": TABLE, "collate": None},
         "table": {"train": URI, "collate": None},
-        "stored": {"train": STORED, "collate": None},
     }
     model = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Dropout(0.0), torch.nn.Linear(4, 1))
     path = Path(folder) / f"{kind}-{world.rank}"

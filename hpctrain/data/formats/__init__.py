@@ -1,7 +1,7 @@
 """Data formats: HDF5 files, tables, records, torch Datasets, tf.data pipelines, and functions that return one of them.
 
 ``sources.open_dataset`` opens all of them and imports only what the given data needs. ``hdf5_files`` opens HDF5 files
-and follows their links, ``stored_hdf5`` does so in object stores, ``netcdf`` decodes arrays, ``tables`` opens tables at
-a version; ``away`` waits for stores that do not answer, ``segments`` caches their data on the node's disk.
+and follows their links, ``hdf5_resolve`` decides how an array is read, ``netcdf`` decodes arrays, ``tables`` opens
+tables at a version; ``away`` waits for stores that do not answer, ``segments`` caches their data on the node's disk.
 ``torch_dataset`` and ``tf_dataset`` adapt the datasets of frameworks.
 """

@@ -6,13 +6,9 @@ array, the library is only asked for the offset.
 
 from __future__ import annotations
 
-import math
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
@@ -20,70 +16,23 @@ from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Field, Samples, check_field, check_lengths, choose, content_fingerprint
 from hpctrain.data.formats.block_cache import BlockCache
-from hpctrain.data.formats.hdf5_arrays import Array, MappedArray
+from hpctrain.data.formats.hdf5_arrays import BlockArray
 from hpctrain.data.formats.hdf5_files import LinkedFiles, asking, names_in
-from hpctrain.data.formats.hdf5_resolve import Known, resolve
+from hpctrain.data.formats.hdf5_resolve import resolve
 from hpctrain.data.formats.netcdf import NetcdfReader, meaning_of, meant
-from hpctrain.data.formats.stored_hdf5 import StoredArray, files_of
-from hpctrain.data.formats.tables import listed_fingerprint
-from hpctrain.data.samples import grouped
 from hpctrain.errors import UserError
-
-BLOCK_BYTES = 64 * 2**10
-"""Minimum size of a read from an array that is not contiguous."""
-
-
-@dataclass(eq=False)
-class BlockArray:
-    """An array that is slow to read by sample (chunked, compressed, virtual): reads and caches aligned blocks."""
-
-    path: Path | str
-    name: str
-    array: Array
-    field: Field
-    cache: BlockCache
-
-    @property
-    def layout(self) -> str:
-        """Storage layout, for display."""
-        return self.array.layout
-
-    @cached_property
-    def block_samples(self) -> int:
-        """Samples per block: a multiple of the chunk's, with at least BLOCK_BYTES in total."""
-        chunk = self.array.chunk_samples
-        return chunk * math.ceil(BLOCK_BYTES / max(1, chunk * self.field.num_bytes))
-
-    def take(self, indices: NDArray[np.int64]) -> NDArray[Any]:
-        out = np.empty((len(indices), *self.field.shape), self.field.dtype)
-        for block, rows in grouped(indices // self.block_samples):
-            out[rows] = self._block(block)[indices[rows] - block * self.block_samples]
-        return out
-
-    def _block(self, block: int) -> NDArray[Any]:
-        return self.cache.get((self.path, self.name, block), lambda: self._read(block * self.block_samples))
-
-    def _read(self, begin: int) -> NDArray[Any]:
-        rows = range(begin, min(begin + self.block_samples, self.array.shape[0]))
-        try:
-            values = self.array.read((rows, *map(range, self.field.shape)))
-        except OSError as error:
-            what = f"{self.path}: samples {begin} to {rows[-1]} of {'/' + self.name!r} cannot be read: {error}"
-            raise UserError(what, "the file is damaged: make or copy it again") from error
-        return values.astype(self.field.dtype, copy=False)
 
 
 @dataclass(frozen=True, eq=False)
 class Hdf5Dataset:
     """The arrays of one HDF5 file. Create it with ``open_hdf5``, which checks the file."""
 
-    path: Path | str
+    path: Path
     fields: Mapping[str, Field]
     length: int
     readers: Mapping[str, NetcdfReader]
     cache: BlockCache
     outside: tuple[str, ...]
-    origin: Mapping[str, Any] | None
     decode: str | None
     """``netcdf`` or None; see ``open_dataset``."""
     ordered: bool
@@ -101,13 +50,11 @@ class Hdf5Dataset:
             raise UserError(what, "use smaller batches, or store smaller samples") from error
 
     def fingerprint(self) -> str:
-        if self.origin is not None:
-            return listed_fingerprint(self, str(self.path), self.origin)
         return content_fingerprint(self)
 
 
 def open_hdf5(
-    path: Path | str,
+    path: Path,
     names: tuple[str, ...] | None,
     cache: BlockCache,
     outside: Sequence[str | Path] = (),
@@ -116,38 +63,32 @@ def open_hdf5(
     """Open the named arrays of a file, by default all of them.
 
     Args:
-        path: the file, or its URL in an object store.
+        path: the file.
         names: names of the arrays.
         cache: for blocks of arrays that are not mapped.
-        outside: further folders to which links, virtual sources and external storage may lead.
+        outside: further folders to which links may lead.
         decode: ``netcdf`` or None; see ``open_dataset``.
 
     Raises:
         UserError: the file is missing, not HDF5 or truncated; an array is missing, not numeric, empty or of a different
-            length; or the file leads to one that is missing or in a folder that is not allowed.
+            length; or a link leads to a file that is missing or in a folder that is not allowed.
     """
     where = str(path)
-    with asking(path), files_of(path, cache, outside) as files:
-        known: Known = {}
+    with asking(path), LinkedFiles(path, outside) as files:
         datasets = chosen(files, names, where)
-        arrays = {name: resolve(files, dataset, repr(name), known) for name, dataset in datasets.items()}
+        mapped = {name: resolve(files, dataset, repr(name)) for name, dataset in datasets.items()}
         meanings = {name: meaning_of(dataset) for name, dataset in datasets.items()}
-        fields = {name: check_field(name, array.shape, array.dtype, where) for name, array in arrays.items()}
-        length = check_lengths({name: array.shape[0] for name, array in arrays.items()}, where)
-        ordered = names is not None or keeps_order(files.root(), list(arrays))
+        fields = {name: check_field(name, each.shape or (), each.dtype, where) for name, each in datasets.items()}
+        length = check_lengths({name: dataset.shape[0] for name, dataset in datasets.items()}, where)
+        ordered = names is not None or keeps_order(files.root(), list(datasets))
     readers: dict[str, NetcdfReader] = {}
-    for name, array in arrays.items():
-        blocks = BlockArray(path, name, array, fields[name], cache)
-        reader: NetcdfReader = array if isinstance(array, (MappedArray, StoredArray)) else blocks
+    for name, dataset in datasets.items():
+        reader = mapped[name] or BlockArray(path, name, dataset, fields[name], cache)
         readers[name] = meant(reader, meanings[name], decode is not None, f"{where}: {name!r}")
     if decode:
         for name, field in fields.items():
             fields[name] = Field(field.shape, meanings[name].decoded(np.zeros(1, field.dtype)).dtype)
-    dataset = Hdf5Dataset(path, fields, length, readers, cache, tuple(map(str, outside)), files.origin, decode, ordered)
-    if files.origin is not None:  # also at process exit, after which the library must not call into Python
-        for file in files.opened.values():
-            weakref.finalize(dataset, file.close)
-    return dataset
+    return Hdf5Dataset(path, fields, length, readers, cache, tuple(map(str, outside)), decode, ordered)
 
 
 def chosen(files: LinkedFiles, names: tuple[str, ...] | None, where: str) -> dict[str, h5py.Dataset]:

@@ -1,7 +1,7 @@
 """Opens HDF5 files and the files to which they lead, and checks each path before the library opens it.
 
-The library itself would follow links, virtual sources and external storage anywhere: to a pipe, where it blocks
-forever; to a missing source, for which it reads zeros; to any file of the user's, which it reads as data.
+The library itself would follow links anywhere: to a pipe, where it blocks forever, and to any file of the user's, which
+it reads as data.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ import mmap
 import os
 import shlex
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import h5py
 
-from hpctrain.data.formats.hdf5_arrays import Array, MappedArray, MappedBytes
+from hpctrain.data.formats.hdf5_arrays import MappedArray
 from hpctrain.errors import UserError
 
 MOST_HOPS = 16
@@ -38,10 +37,7 @@ class LinkedFiles:
         outside: further folders to which it may lead.
     """
 
-    origin: Mapping[str, Any] | None = None
-    """Where the file comes from, for the run's record, if it is in an object store."""
-
-    def __init__(self, path: Path | str, outside: Sequence[str | Path] = ()) -> None:
+    def __init__(self, path: Path, outside: Sequence[str | Path] = ()) -> None:
         self.path = path
         self.outside = tuple(outside)
         self.opened: dict[Path, h5py.File] = {}
@@ -62,8 +58,8 @@ class LinkedFiles:
 
     def root(self) -> h5py.File:
         """The file that the user named; raises UserError if it cannot be opened."""
-        look_at(Path(self.path))
-        return self.open(Path(self.path))
+        look_at(self.path)
+        return self.open(self.path)
 
     def open(self, path: Path) -> h5py.File:
         """Open a file that ``locate`` found; raises UserError if it is not HDF5 or is damaged."""
@@ -123,8 +119,7 @@ class LinkedFiles:
         return found
 
     def _check_folder(self, real: Path, what: str) -> None:
-        path = Path(self.path)
-        own = (path.absolute().parent.resolve(), path.resolve().parent)
+        own = (self.path.absolute().parent.resolve(), self.path.resolve().parent)
         allowed = (*own, *(Path(folder).expanduser().resolve() for folder in self.outside))
         if not any(real.is_relative_to(folder) for folder in allowed):
             line = json.dumps([*map(str, self.outside), str(real.parent)], ensure_ascii=False)
@@ -134,17 +129,17 @@ class LinkedFiles:
                 f"hpctrain data pack and info take --allow-outside {shlex.quote(str(real.parent))}",
             )
 
-    def contiguous(self, dataset: h5py.Dataset, begin: int, end: int) -> Array | None:
-        """The dataset's bytes ``begin`` to ``end - 1`` in its file as an array; None if the file cannot be mapped."""
+    def contiguous(self, dataset: h5py.Dataset, begin: int) -> MappedArray | None:
+        """The dataset's bytes from ``begin`` on in its file as an array; None if the file cannot be mapped."""
         owner = dataset.file
         if owner.driver != "sec2":
             return None
         path = Path(owner.filename)
         if not os.path.samestat(os.fstat(owner.id.get_vfd_handle()), os.stat(path)):
             raise UserError(f"{path} was replaced while it was opened", "do not change data during a run")
-        where = MappedBytes(path, self.map(path), begin, end)
-        where.check()
-        return MappedArray(where, dataset.shape, dataset.dtype)
+        mapped = MappedArray(path, self.map(path), begin, dataset.shape, dataset.dtype)
+        mapped.check()
+        return mapped
 
     def map(self, path: Path) -> mmap.mmap:
         """Map a file that ``locate`` found, or that is open, as a whole, read-only; each file is mapped once."""
@@ -270,7 +265,7 @@ def remedy(error: OSError) -> str:
 
 
 @contextlib.contextmanager
-def asking(path: Path | str) -> Iterator[None]:
+def asking(path: Path) -> Iterator[None]:
     """Turn the library's errors on an unreadable or damaged file into UserErrors."""
     try:
         yield

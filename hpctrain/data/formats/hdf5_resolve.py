@@ -1,34 +1,19 @@
-"""Resolves a dataset in an HDF5 file to the bytes of the files that hold its values.
+"""Decides how a dataset of an HDF5 file is read, and refuses one whose values are missing.
 
-Missing data is an error and never read as zeros: all sources of a virtual dataset are opened here, and external files
-must be as long as declared.
+Missing data is an error and never read as zeros, as the library does for values that were never written, and for
+sources of virtual datasets and external files that it does not find.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from pathlib import Path
-from typing import Any
 
 import h5py
-import numpy as np
 
-from hpctrain.data.formats.hdf5_arrays import (
-    Array,
-    Box,
-    FileSegment,
-    LibraryArray,
-    MappedArray,
-    MappedBytes,
-    VirtualArray,
-    aligned,
-    beyond,
-    boxes_of,
-    slices,
-)
+from hpctrain.data.formats.hdf5_arrays import MappedArray
 from hpctrain.data.formats.hdf5_files import LinkedFiles
-from hpctrain.data.formats.netcdf import meaning_of
 from hpctrain.errors import UserError
 
 MOST_UNWRITTEN = 2**28
@@ -36,34 +21,18 @@ MOST_UNWRITTEN = 2**28
 COMPARED = 1024
 """Values per sample that are compared between the map and the library, in up to three samples."""
 
-Known = dict[int, Array | None]
-"""Resolved arrays by dataset hash; None while a dataset's sources are being resolved."""
 
-
-def resolve(files: LinkedFiles, dataset: h5py.Dataset, what: str, known: Known) -> Array:
-    """The array that holds a dataset's values.
+def resolve(files: LinkedFiles, dataset: h5py.Dataset, what: str) -> MappedArray | None:
+    """The map of a dataset's values; None if the library must read them.
 
     Args:
-        files: opens the files to which the dataset leads.
+        files: opened the dataset's file; kept open if the library must read it.
         dataset: a dataset in one of these files.
         what: its name, for errors.
-        known: arrays resolved so far; updated in place.
 
     Raises:
-        UserError: values are missing, were never written, or are in a file that may not be read.
+        UserError: values are in other files, are missing, or were never written.
     """
-    key = hash(dataset.id)
-    if key not in known:
-        known[key] = None
-        known[key] = resolve_new(files, dataset, what, known)
-    array = known[key]
-    if array is None:
-        raise UserError(f"{files.path}: {what} is a source of itself", "make the virtual dataset again")
-    return array
-
-
-def resolve_new(files: LinkedFiles, dataset: h5py.Dataset, what: str, known: Known) -> Array:
-    """Resolve a dataset by its storage layout."""
     if isinstance(dataset.id.get_type(), h5py.h5t.TypeTimeID):
         raise UserError(
             f"{files.path}: {what} is of HDF5's type H5T_TIME, which neither h5py nor NumPy can read",
@@ -72,22 +41,25 @@ def resolve_new(files: LinkedFiles, dataset: h5py.Dataset, what: str, known: Kno
     # Do not read even the shape before this: for some virtual datasets the library opens the sources to get it.
     properties = dataset.id.get_create_plist()
     if properties.get_layout() == h5py.h5d.VIRTUAL:
-        return resolve_virtual(files, dataset, what, known)
+        raise UserError(
+            f"{files.path}: {what} is a virtual dataset, whose values are in other files",
+            "open these files as one data set, by a list or a pattern such as part-*.h5, or copy its values with h5py",
+        )
     if properties.get_external_count():
-        return resolve_external(files, dataset, what)
+        fix = "copy it into the file: h5repack -l CONTI"
+        raise UserError(f"{files.path}: {what} has external storage: its values are in other files", fix)
     check_written(files.path, dataset, what)
     mapped = map_dataset(files, dataset)
     if mapped is not None:
         length = dataset.shape[0]
-        rows = {0, length // 2, length - 1} if files.origin is None else {0}  # a store reads 8 MB per row
-        if agrees(mapped, dataset, rows):
+        if agrees(mapped, dataset, {0, length // 2, length - 1}):
             return mapped
     check_filters(files.path, dataset, what)
     files.keep()
-    return LibraryArray(dataset)
+    return None
 
 
-def map_dataset(files: LinkedFiles, dataset: h5py.Dataset) -> Array | None:
+def map_dataset(files: LinkedFiles, dataset: h5py.Dataset) -> MappedArray | None:
     """The array mapped from its file; None if its bytes are not contiguous there in NumPy's layout."""
     if not dataset.shape or dataset.id.get_create_plist().get_layout() != h5py.h5d.CONTIGUOUS:
         return None
@@ -95,8 +67,7 @@ def map_dataset(files: LinkedFiles, dataset: h5py.Dataset) -> Array | None:
     written = num_bytes and dataset.id.get_storage_size() == num_bytes
     if not written or not lies_as_numpy(dataset):
         return None
-    begin = int(dataset.id.get_offset())
-    return files.contiguous(dataset, begin, begin + num_bytes)
+    return files.contiguous(dataset, int(dataset.id.get_offset()))
 
 
 def lies_as_numpy(dataset: h5py.Dataset) -> bool:
@@ -106,18 +77,18 @@ def lies_as_numpy(dataset: h5py.Dataset) -> bool:
     return bool(dataset.id.get_type() == h5py.h5t.py_create(dataset.dtype, logical=True))
 
 
-def agrees(mapped: Array, dataset: h5py.Dataset, rows: Set[int]) -> bool:
+def agrees(mapped: MappedArray, dataset: h5py.Dataset, rows: Set[int]) -> bool:
     """Whether the library reads the same values in these rows; of large samples, only a part is compared."""
     for row in rows:
-        inner = [range(size // 2, size // 2 + 1) for size in mapped.shape[1:-1]]
-        last = [range(min(COMPARED, size)) for size in mapped.shape[1:][-1:]]
-        box = (range(row, row + 1), *inner, *last)
-        if mapped.read(box).tobytes() != dataset[slices(box)].tobytes():
+        inner = [slice(size // 2, size // 2 + 1) for size in mapped.shape[1:-1]]
+        last = [slice(COMPARED) for _ in mapped.shape[1:][-1:]]
+        box = (slice(row, row + 1), *inner, *last)
+        if mapped.array[box].tobytes() != dataset[box].tobytes():
             return False
     return True
 
 
-def check_written(path: Path | str, dataset: h5py.Dataset, what: str) -> None:
+def check_written(path: Path, dataset: h5py.Dataset, what: str) -> None:
     """Raise UserError if an array declares far more values than were written, since the rest would read as zeros."""
     if dataset.size is None or dataset.size <= MOST_UNWRITTEN:
         return
@@ -133,7 +104,7 @@ def check_written(path: Path | str, dataset: h5py.Dataset, what: str) -> None:
         )
 
 
-def check_filters(path: Path | str, dataset: h5py.Dataset, what: str) -> None:
+def check_filters(path: Path, dataset: h5py.Dataset, what: str) -> None:
     """Raise UserError if the array uses a compression filter that this HDF5 library lacks."""
     plist = dataset.id.get_create_plist()
     for index in range(plist.get_nfilters()):
@@ -143,90 +114,3 @@ def check_filters(path: Path | str, dataset: h5py.Dataset, what: str) -> None:
                 f"{path}: {what} is compressed with {name.decode() or code}, which this HDF5 library lacks",
                 "pip install hdf5plugin and import it in the task, or store the data uncompressed",
             )
-
-
-def resolve_external(files: LinkedFiles, dataset: h5py.Dataset, what: str) -> Array:
-    """Resolve an array whose bytes are in external files, which are not HDF5."""
-    missing = dataset.size * dataset.dtype.itemsize
-    if not lies_as_numpy(dataset):
-        fix = "copy it into the file: h5repack -l CONTI"
-        raise UserError(f"{files.path}: {what} is in external files in a type that NumPy does not know", fix)
-    parts = []
-    for name, offset, size in dataset.external:
-        if missing:
-            path = files.locate(dataset.file, name, f"the external storage of {what}")
-            end = offset + min(size, missing)
-            if path.stat().st_size < end:
-                raise UserError(
-                    f"{files.path}: {what} is in {path}, which has {path.stat().st_size} bytes in place of {end}",
-                    "copy or make that file again",
-                )
-            parts.append(MappedBytes(path, files.map(path), offset, end))
-            missing -= end - offset
-    if len(parts) != 1:
-        fix = "copy it into the file: h5repack -l CONTI"
-        raise UserError(f"{files.path}: {what} is in {len(parts)} external files, not in one", fix)
-    return MappedArray(parts[0], dataset.shape, dataset.dtype)
-
-
-def resolve_virtual(files: LinkedFiles, dataset: h5py.Dataset, what: str, known: Known) -> Array:
-    """Resolve an array that is assembled from others, and each of these."""
-    properties = dataset.id.get_create_plist()
-    count = properties.get_virtual_count()
-    names = [(properties.get_virtual_filename(at), properties.get_virtual_dsetname(at)) for at in range(count)]
-    sources = {named: resolve_source(files, dataset, what, named, known) for named in dict.fromkeys(names)}
-    shape = dataset.shape  # the library may open the sources for this, so only after they were checked
-    pieces: list[FileSegment] = []
-    for index, named in enumerate(names):
-        target = boxes_of(properties.get_virtual_vspace(index), shape)
-        source = boxes_of(properties.get_virtual_srcspace(index), sources[named].shape)
-        label = f"{files.path}: {what} takes from {named[1]!r} of {named[0]}"
-        if not target or not source:
-            fix = "copy the array into a separate file with h5py"
-            raise UserError(f"{label} a selection that is not of whole rows", fix)
-        pairs = aligned(target, source)
-        pieces += [fit(label, into, shape, out_of, sources[named], dataset.dtype) for into, out_of in pairs]
-    pieces = [piece for piece in pieces if math.prod(map(len, piece.target))]
-    check_cover(f"{files.path}: {what}", shape, pieces)
-    return VirtualArray(shape, dataset.dtype, dataset.fillvalue, pieces)
-
-
-def resolve_source(files: LinkedFiles, dataset: h5py.Dataset, what: str, named: tuple[str, str], known: Known) -> Array:
-    """Resolve a source of a virtual dataset, given the names of its file and dataset."""
-    file_name, name = (text.replace("%%", "\0") for text in named)
-    if "%b" in file_name + name:
-        fix = "make a virtual dataset that names each of its sources"
-        raise UserError(f"{files.path}: {what} takes an endless series of sources, {' '.join(named)!r}", fix)
-    file_name, name = file_name.replace("\0", "%"), name.replace("\0", "%")
-    label = f"{name!r} of {file_name} (a source of {what})"
-    owner = dataset.file
-    if file_name != ".":
-        owner = files.open(files.locate(owner, file_name, f"a source of {what}"))
-    found = files.find(owner["/"], name)
-    if not isinstance(found, h5py.Dataset):
-        raise UserError(f"{files.path}: {label} does not exist", "copy or make that file again")
-    if (meaning := meaning_of(found)) != meaning_of(dataset):
-        fix = "copy the attributes of its sources to the virtual dataset"
-        raise UserError(f"{files.path}: {label} has {meaning}, missing values {meaning.missing}, {what} has not", fix)
-    return resolve(files, found, label, known)
-
-
-def fit(
-    label: str, target: Box, shape: tuple[int, ...], source: Box, array: Array, dtype: np.dtype[Any]
-) -> FileSegment:
-    """A piece of a virtual array; raises UserError if bounds, shape or dtype do not match its source."""
-    if beyond(target, shape) or beyond(source, array.shape):
-        raise UserError(f"{label} more than it has: its shape is {list(array.shape)}", "make that file again")
-    if [len(one) for one in target if len(one) != 1] != [len(one) for one in source if len(one) != 1]:
-        raise UserError(f"{label} values in another shape than its own", "make the virtual dataset again")
-    if not np.can_cast(array.dtype, dtype, "safe") and {array.dtype.kind, dtype.kind} != {"f"}:
-        raise UserError(f"{label} values of {array.dtype} as {dtype}", "give both the same dtype")
-    return FileSegment(target, source, array)
-
-
-def check_cover(label: str, shape: tuple[int, ...], pieces: Sequence[FileSegment]) -> None:
-    """Raise UserError if, by their counts, pieces overlap or samples have no piece."""
-    if sum(math.prod(map(len, piece.target)) for piece in pieces) > math.prod(shape):
-        raise UserError(f"{label} has several sources for some samples", "make the virtual dataset again")
-    if sum(len(piece.target[0]) for piece in pieces) < shape[0]:
-        raise UserError(f"{label} has no source for some of its {shape[0]} samples", "make the virtual dataset again")

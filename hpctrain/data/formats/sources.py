@@ -139,7 +139,7 @@ RECORDS: Mapping[str, Callable[[Path], Records]] = {".jsonl": JsonLines, ".ndjso
 
 NETCDF = "netcdf"
 HDF5 = (".h5", ".hdf5")
-"""Suffixes that HDF5 files in object stores must have; on disk, HDF5 is the default for unknown suffixes."""
+"""Suffixes of HDF5 files in file:// addresses; on disk, HDF5 is the default for unknown suffixes."""
 
 
 def open_files(
@@ -169,7 +169,7 @@ def open_files(
 
         if decode not in (None, NETCDF):
             raise UserError(f"{paths[0]} is read as HDF5, whose arrays no function decodes", "leave decode out")
-        parts = [open_hdf5(path, names, cache, outside, NETCDF if decode else None) for path in paths]
+        parts = [open_hdf5(Path(path), names, cache, outside, NETCDF if decode else None) for path in paths]
     return concatenate(parts, [str(path) for path in paths])
 
 
@@ -180,11 +180,9 @@ def table_kind(source: str | Path) -> tuple[str, str] | None:
     if kind in ("delta", "iceberg"):
         return address, kind
     suffix = Path(text).suffix.lower()
-    if suffix in HDF5:
-        return None
     if "://" in text and suffix not in ("", ".parquet"):
-        fix = "copy it to a disk of the cluster, or pack it: hpctrain data pack"
-        raise UserError(f"{text} cannot be read directly from the store: only HDF5 (.h5) and Parquet files can", fix)
+        fix = "copy it to a disk of the cluster, or store its samples as Parquet"
+        raise UserError(f"{text} cannot be read directly from the store: only Parquet files can", fix)
     if "://" in text or suffix == ".parquet" or any(Path(text).expanduser().glob("**/*.parquet")):
         return text, "parquet"
     return None
@@ -194,13 +192,8 @@ def expand(pattern: str | Path) -> list[str | Path]:
     """The files that match a path or pattern, or the address of a table."""
     refuse_credentials(pattern, "the address of the data")
     text = str(pattern)
-    if "://" in text and Path(text).suffix.lower() in HDF5:
-        if text.startswith("file://"):
-            pattern = Path(unquote(text.removeprefix("file://")))
-        elif glob.has_magic(text):
-            from hpctrain.data.formats.stored_hdf5 import matching
-
-            return list(matching(text))
+    if text.startswith("file://") and Path(text).suffix.lower() in HDF5:
+        pattern = Path(unquote(text.removeprefix("file://")))
     if isinstance(pattern, str) and ("://" in pattern or pattern.startswith(("delta:", "iceberg:"))):
         return [pattern]
     path = Path(pattern).expanduser()

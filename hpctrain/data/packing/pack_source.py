@@ -13,9 +13,7 @@ from numpy.typing import NDArray
 
 from hpctrain.data.casting import fit
 from hpctrain.data.dataset import Dataset, Field, Samples, is_ordered
-from hpctrain.data.formats.block_cache import BlockCache
-from hpctrain.data.formats.hdf5_files import asking
-from hpctrain.data.formats.stored_hdf5 import files_of
+from hpctrain.data.formats.hdf5_files import LinkedFiles, asking
 from hpctrain.data.samples import require_alike
 from hpctrain.errors import UserError
 
@@ -168,7 +166,8 @@ def packed_notes(path: str | Path) -> dict[str, Any]:
     Raises:
         UserError: the file is missing, is not HDF5, or its notes are damaged.
     """
-    with asking(path), files_of(path, BlockCache(0)) as files:
+    path = Path(path)
+    with asking(path), LinkedFiles(path) as files:
         text = files.root().attrs.get(NOTES, "{}")
     try:
         notes = json.loads(text)

@@ -42,9 +42,6 @@ def mixed(tmp_path: Path) -> Path:
         file.create_dataset("group/zipped", data=IMAGES, chunks=(64, 5, 7), compression="gzip", shuffle=True)
         file.create_dataset("split", data=IMAGES, chunks=(33, 2, 7))
         file.create_dataset("unwritten", (LENGTH, 3), np.float32)
-        layout = h5py.VirtualLayout((LENGTH, 5, 7), np.uint8)
-        layout[:] = h5py.VirtualSource(file["plain"])
-        file.create_virtual_dataset("virtual", layout)
     return path
 
 
@@ -57,7 +54,6 @@ def expected(indices: np.ndarray) -> dict[str, np.ndarray]:
         "group/zipped": IMAGES[indices],
         "split": IMAGES[indices],
         "unwritten": np.zeros((len(indices), 3), np.float32),
-        "virtual": IMAGES[indices],
     }
 
 
@@ -91,13 +87,6 @@ def test_a_file_of_contiguous_arrays_is_not_held_open(tmp_path: Path) -> None:
     with h5py.File(path, "r+") as file:
         file["x"][0] = 9
     assert dataset.read(np.array([0]))["x"].max() == 9
-
-
-def test_a_contiguous_array_of_external_files_is_not_mapped(tmp_path: Path) -> None:
-    (tmp_path / "raw.bin").write_bytes(NUMBERS.tobytes())
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        file.create_dataset("x", (LENGTH,), np.int64, external=[(str(tmp_path / "raw.bin"), 0, LENGTH * 8)])
-    assert np.array_equal(open_dataset(tmp_path / "a.h5").read(NUMBERS)["x"], NUMBERS)
 
 
 def test_fields_are_chosen_and_ordered(mixed: Path) -> None:

@@ -70,20 +70,6 @@ def test_unsigned_integers_of_netcdf_3_are_not_read_as_signed(tmp_path: Path) ->
     assert read(path, decode="netcdf").tolist() == [255, 1]
 
 
-def test_a_virtual_array_says_what_its_sources_mean(tmp_path: Path) -> None:
-    stored(tmp_path / "source.h5", **PACKED)
-    layout = h5py.VirtualLayout(RAW.shape, RAW.dtype)
-    layout[:] = h5py.VirtualSource("source.h5", "t", RAW.shape)
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        array = file.create_virtual_dataset("t", layout)
-    with pytest.raises(UserError, match=r"has scale_factor 0\.01.*'t' has not"):
-        open_dataset(tmp_path / "a.h5", decode="netcdf")
-    with h5py.File(tmp_path / "a.h5", "a") as file:
-        array = file["t"]
-        array.attrs.update(PACKED)
-    np.testing.assert_allclose(read(str(tmp_path / "a.h5"), decode="netcdf"), MEANT, rtol=1e-15)
-
-
 def test_pack_and_info_decode_nc_files_and_refuse_others(tmp_path: Path) -> None:
     path = stored(tmp_path / "a.nc", **PACKED)
     write_hdf5(tmp_path / "packed.h5", open_source([path]))

@@ -273,8 +273,9 @@ class TestTrainedOnDirectly:
         assert object_store.reads() == before + 1
 
     def test_a_file_of_another_kind_in_a_store(self) -> None:
-        with pytest.raises(UserError, match="and Parquet files can"):
-            open_dataset("s3://bucket/train.csv")
+        for name in ("train.csv", "train.h5", "part-*.h5"):
+            with pytest.raises(UserError, match="only Parquet files can"):
+                open_dataset(f"s3://bucket/{name}")
 
 
 class TestDiskCache:
