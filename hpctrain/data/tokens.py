@@ -43,5 +43,5 @@ def context_of(dataset: Any) -> int | None:
     """The context of packed text; None for other data."""
     while isinstance(dataset, (CalledDataset, ConcatDataset)):
         dataset = dataset.dataset if isinstance(dataset, CalledDataset) else dataset.parts[0]
-    notes = packed_notes(dataset.path) if isinstance(dataset, Hdf5Dataset) else {}
-    return notes.get("context")
+    is_text = isinstance(dataset, Hdf5Dataset) and "tokens" in dataset.fields
+    return packed_notes(dataset.path).get("context") if is_text else None

@@ -241,7 +241,7 @@ def make_trainer(
     hooks: Sequence[Hook],
     data: BatchSource | None = None,
 ) -> Trainer:
-    """Assembles the trainer; uses no files and no communication."""
+    """Assembles the trainer; reads the notes of packed text, and does not communicate."""
     group, order = world.data, problem.order
     plan = duration_of(config.train, order.batches_per_epoch)
     schedule: Schedule = make_schedule(

@@ -61,7 +61,7 @@ TOKENS: dict[str, int] = {
     "config": 12667,
     "comm": 6092,
     "run": 26162,
-    "data": 44105,
+    "data": 44110,
     "reduce": 15030,
     "train": 14443,
     "tasks": 7308,
