@@ -65,7 +65,7 @@ TOKENS: dict[str, int] = {
     "reduce": 15030,
     "train": 14443,
     "tasks": 7308,
-    "backends": 120107,
+    "backends": 120311,
     "checkpoint": 49105,
     "monitor": 32590,
     "track": 6486,

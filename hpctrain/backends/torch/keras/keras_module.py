@@ -81,7 +81,7 @@ class KerasModule(torch.nn.Module):
         return full_precision(outputs)
 
     def reseed(self, seed: int) -> None:
-        """Seeds the generators of random layers."""
+        """Seeds the generators of random layers, whose state is of type int32."""
         generators = [buffer for name, buffer in self.named_buffers() if name.endswith(SEED)]
         for number, state in enumerate(generators):
-            state.copy_(torch.tensor([derive(seed, number) % 2**32, 0], dtype=state.dtype))
+            state.copy_(torch.tensor([derive(seed, number) % 2**31, 0], dtype=state.dtype))

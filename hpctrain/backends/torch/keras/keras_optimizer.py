@@ -72,6 +72,9 @@ class KerasOptimizer(Optimizer):
     def build(self, parameters: list[Tensor]) -> None:
         """Makes the optimizer's variables for the parameters that it has by now."""
         self.updated = [variable_over(parameter) for parameter in parameters]
+        excluded = getattr(self.keras_optimizer, "_exclude_from_weight_decay", set())  # ids of the module's variables
+        pairs = zip(parameters, self.updated, strict=True)
+        excluded |= {id(one) for parameter, one in pairs if id(vars(parameter)["keras_variable"]) in excluded}
         places = {flat(one.path): index for index, one in enumerate(self.updated)}
         self.keras_optimizer.build(self.updated)
         for variable, slot, weight in slots_of(self.keras_optimizer, list(places)):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch.nn import Module
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy
 from hpctrain.backends.torch.strategies.tensor import CONTAINERS
@@ -112,7 +112,7 @@ class Recomputed:
         layer: the module.
         tp_group: the ranks that split layers, of which this one may contain some; the second pass draws the same random
             numbers and exchanges with the same ranks as the first.
-        kept: operations that the second pass does not compute again.
+        kept: operations that the second pass does not compute again, unless they draw random numbers.
     """
 
     def __init__(self, layer: Module, tp_group: TPGroup, kept: Sequence[Any]) -> None:
@@ -128,10 +128,18 @@ class Recomputed:
 
         def passes() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
             own = self._first(before), self._second(before, list(self.tp_group.outside))
-            keeping = create_selective_checkpoint_contexts(self.kept) if self.kept else (nullcontext(), nullcontext())
+            keeping = create_selective_checkpoint_contexts(self.policy) if self.kept else (nullcontext(), nullcontext())
             return within(own[0], keeping[0]), within(own[1], keeping[1])
 
         return checkpoint(forward, *args, use_reentrant=False, context_fn=passes, **kwargs)
+
+    def policy(self, context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        """Whether an operation's result is kept.
+
+        Results of random operations are not: the second pass must draw as often as the first one.
+        """
+        keeps = operation in self.kept and not draws(operation, args, kwargs)
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
     @contextlib.contextmanager
     def _first(self, before: dict[str, torch.Tensor]) -> Iterator[None]:
@@ -161,6 +169,14 @@ class Recomputed:
                 yield
         finally:
             _fill([buffer for buffer, _ in buffers], after)
+
+
+def draws(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation draws random numbers; attention does so only with dropout."""
+    names = [argument.name for argument in operation._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    share = given.get("dropout_p", 0.0 if "dropout_p" in names else 1.0)
+    return torch.Tag.nondeterministic_seeded in operation.tags and share > 0
 
 
 @contextlib.contextmanager

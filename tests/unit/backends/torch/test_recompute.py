@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.backends.torch.strategies.partition import uncut
 from hpctrain.backends.torch.strategies.tp_group import TPGroup
-from hpctrain.backends.torch.task.recompute import PRODUCTS, recompute
+from hpctrain.backends.torch.task.recompute import PRODUCTS, draws, recompute
 from hpctrain.backends.torch.torch_framework import TorchFramework
 from hpctrain.comm.world import alone
 from hpctrain.errors import UserError
@@ -125,6 +126,38 @@ def test_kept_products_are_not_computed_again(kept: tuple[Any, ...], times: int)
     with Products() as counted:
         whole(torch.randn(16, 8)).sum().backward()
     assert counted.number == 8 * times
+
+
+class Drops(nn.Module):
+    """Draws by an operation that is kept, and then by one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, values: Tensor) -> Tensor:
+        first = torch.native_dropout(self.linear(values), 0.5, True)[0]
+        return functional.dropout(first * first, 0.5) * first
+
+
+def test_kept_operations_that_draw_leave_later_random_numbers_as_they_are() -> None:
+    found = []
+    for kept in ((), (torch.ops.aten.native_dropout.default,)):
+        torch.manual_seed(0)
+        model = nn.Sequential(Drops())
+        recompute(model, ["*"], ALONE, kept)
+        model(torch.randn(16, 8)).sum().backward()
+        found.append([one.grad for one in model.parameters()])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_attention_draws_only_with_dropout(share: float) -> None:
+    for operation in (one for one in PRODUCTS if "attention" in one.name()):
+        place = [one.name for one in operation._schema.arguments].index("dropout_p")
+        assert draws(operation, (None,) * place + (share,), {}) == (share > 0)
+        assert not draws(operation, (), {})
+    assert not draws(torch.ops.aten.addmm.default, (), {})
 
 
 def test_a_pattern_that_matches_nothing_is_refused_with_the_layers_there_are() -> None:
