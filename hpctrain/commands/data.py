@@ -96,8 +96,7 @@ def add_outside(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FOLDER",
-        help="let links, virtual sources and external storage of HDF5 files lead to this folder, too; by default only "
-        "to that of the file",
+        help="let links in HDF5 files lead to this folder, too; by default only to that of the file",
     )
 
 

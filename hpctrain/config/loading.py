@@ -217,10 +217,16 @@ def _nearest(key: str, dashes: str = "") -> str:
         key, dashes, otherwise = key.removeprefix(SLURM), dashes + SLURM, f"{SLURM}extra takes further directives"
         known = [name.removeprefix(SLURM) for name in known if name.startswith(SLURM)]
     section, _, last = key.rpartition(".")
-    alike = [name for name in known if name.rpartition(".")[2] == last]
-    by_last = {name.split(".")[-1]: name for name in known}
-    close = difflib.get_close_matches(key, alike, n=1, cutoff=0) or difflib.get_close_matches(key, known, n=1)
-    close = close or [by_last[name] for name in difflib.get_close_matches(last, by_last, n=1)]
-    own = {name: {*name.rpartition(".")[2].split("_")} for name in known if name.rpartition(".")[0] == section}
-    close = close or [name for name, words in own.items() if words & {*last.split("_")}]
-    return f"did you mean {dashes}{close[0]}?" if close else otherwise
+    parts = {name: name.rpartition(".") for name in known}
+    same_last = [name for name, (_, _, end) in parts.items() if end == last]
+    by_last = {end: name for name, (_, _, end) in parts.items()}
+    beside = {name: end.split("_") for name, (home, _, end) in parts.items() if home == section}
+    for close in (
+        difflib.get_close_matches(key, same_last, n=1, cutoff=0),
+        difflib.get_close_matches(key, known, n=1),
+        [by_last[end] for end in difflib.get_close_matches(last, by_last, n=1)],
+        [name for name, words in beside.items() if {*words} & {*last.split("_")}],
+    ):
+        if close:
+            return f"did you mean {dashes}{close[0]}?"
+    return otherwise

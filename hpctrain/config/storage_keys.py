@@ -29,7 +29,7 @@ class DataConfig(Section, key="data"):
     workers: Natural = 0
     """Worker processes for heavy transforms; 0 uses one thread."""
     allow_outside: tuple[str, ...] = ()
-    """Folders that links, virtual sources and external storage of HDF5 files may lead to, in addition to the data's."""
+    """Folders that links in HDF5 files may lead to, in addition to the data's."""
 
 
 @dataclass(frozen=True)

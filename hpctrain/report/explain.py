@@ -245,17 +245,15 @@ def unknown(data: RunHistory, state: RunState | None = None) -> Explanation:
     if newest and newest.verdict and newest.verdict.reason:
         verdict = newest.verdict
         return Explanation(Code.UNKNOWN, "The newest attempt has ended", (verdict.reason,), verdict.fix.rstrip("."))
-    missing = [
-        name
-        for name, there in (("events", data.counts), ("attempts", data.run.attempts), ("exit records", data.run.words))
-        if not there
-    ]
-    evidence = (state.why if state else "") or (
-        f"the run folder has no {', no '.join(missing)}" if missing else "nothing in the run folder says how it ended"
-    )
-    return Explanation(
-        Code.UNKNOWN, "It is unknown what ended this run", (evidence,), "look at the job's own log and at logs/"
-    )
+    evidence = state.why if state else ""
+    if not evidence:
+        records = {"events": data.counts, "attempts": data.run.attempts, "exit records": data.run.words}
+        missing = [name for name, found in records.items() if not found]
+        evidence = "nothing in the run folder says how it ended"
+        if missing:
+            evidence = f"the run folder has no {', no '.join(missing)}"
+    title, fix = "It is unknown what ended this run", "look at the job's own log and at logs/"
+    return Explanation(Code.UNKNOWN, title, (evidence,), fix)
 
 
 # What slows the run
@@ -265,12 +263,16 @@ def stragglers(data: RunHistory) -> list[Explanation]:
     """The monitor's three costliest findings, of at least COSTLY; a spell that is over counts for its steps only."""
     found: dict[tuple[object, ...], list[tuple[float, str]]] = defaultdict(list)
     for event, until in _spells(data):
-        about = event.text if until is None else f"from step {event.step} to {until}, {event.text}"
-        share = 1.0 if until is None else max(until - event.step, 0) / max(last_step(data), 1)
-        found[event.kind, event.rank, event.cause].append(((event.cost or 0) * share, about))
-    costs = sorted(
-        ((sum(cost for cost, _ in each), max(each, key=itemgetter(0))[1]) for each in found.values()), reverse=True
-    )
+        cost, about = event.cost or 0.0, event.text
+        if until is not None:
+            cost *= max(until - event.step, 0) / max(last_step(data), 1)
+            about = f"from step {event.step} to {until}, {about}"
+        found[event.kind, event.rank, event.cause].append((cost, about))
+    costs = []
+    for spells in found.values():
+        _, of_costliest = max(spells, key=itemgetter(0))
+        costs.append((sum(cost for cost, _ in spells), of_costliest))
+    costs.sort(reverse=True)
     return [Explanation(Code.STRAGGLER, _capital(about), cost=cost) for cost, about in costs[:3] if cost >= COSTLY]
 
 
@@ -283,13 +285,16 @@ def _spells(data: RunHistory) -> list[tuple[events.Straggler, int | None]]:
     spells: list[tuple[events.Straggler, int | None]] = []
     for event in data.rare:
         if isinstance(event, events.Straggler):
-            spells += [(one, event.step) for one in [held.pop(event.about, None)] if one]
+            if event.about in held:
+                spells.append((held.pop(event.about), event.step))
             if event.state == "confirmed":
                 held[event.about] = event
         elif isinstance(event, (events.RunStarted, events.Resumed)):
-            over = [held.pop(key) for key, one in list(held.items()) if one.attempt < event.attempt]
-            spells = [spell for spell in [*spells, *((one, event.step) for one in over)] if spell[0].step < event.step]
-    return [*spells, *((one, None) for one in held.values())]
+            for about, finding in list(held.items()):
+                if finding.attempt < event.attempt:
+                    spells.append((held.pop(about), event.step))
+            spells = [(finding, until) for finding, until in spells if finding.step < event.step]
+    return [*spells, *((finding, None) for finding in held.values())]
 
 
 def phases(data: RunHistory) -> list[Explanation]:

@@ -56,8 +56,7 @@ def open_dataset(
             processes call again.
         fields: arrays to use, in this order; by default all. Names the parts if samples are tuples.
         cache_bytes: memory for cached blocks of chunked or compressed arrays, for all files together.
-        allow_outside: folders to which links, virtual sources and external storage of HDF5 files may lead, besides each
-            file's own folder.
+        allow_outside: folders to which links in HDF5 files may lead, besides each file's own folder.
         ragged: whether samples of a torch or tf.data Dataset, or of files other than HDF5, may differ in shape. Set for
             the data of tasks with ``collate``.
         decode: decode(record) turns a record of a file other than HDF5 into a sample, a dict or tuple of arrays. The

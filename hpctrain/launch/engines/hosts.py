@@ -123,13 +123,17 @@ class Hosts:
 
     def words(self, environment: Mapping[str, str]) -> list[str]:
         """Returns mpirun's command line up to the ranks' command; exports ``environment``'s variables and PASSED_ON."""
-        named = dict.fromkeys([*environment, ATTEMPT, RUN_DIR, *(name for name in PASSED_ON if name in os.environ)], "")
+        given = [name for name in PASSED_ON if name in os.environ]
+        exported = dict.fromkeys([*environment, ATTEMPT, RUN_DIR, *given], "")
         ranks = self.per_node * len(self.used)
-        words = self.mpirun.argv(ranks, named, cores=ranks, local=False) + self.mpirun.on(self.used, self.per_node)
-        # mpirun starts all daemons itself, since only this machine has the shell.
-        five = self.mpirun.flavour is Flavour.OPEN_MPI_5
-        option, kind = ("--prtemca", "ssh") if five else ("--mca", "rsh")
-        return [*words, option, f"plm_{kind}_agent", str(self.shell), option, f"plm_{kind}_no_tree_spawn", "1"]
+        words = self.mpirun.argv(ranks, exported, cores=ranks, local=False)
+        places = self.mpirun.on(self.used, self.per_node)
+        option, kind = "--mca", "rsh"
+        if self.mpirun.flavour is Flavour.OPEN_MPI_5:
+            option, kind = "--prtemca", "ssh"
+        agent = [option, f"plm_{kind}_agent", str(self.shell)]
+        own_daemons = [option, f"plm_{kind}_no_tree_spawn", "1"]  # started by mpirun: only this machine has the shell
+        return [*words, *places, *agent, *own_daemons]
 
     def can_lose(self, host: str) -> bool:
         """Whether enough hosts remain if one host in use is lost."""
