@@ -55,7 +55,7 @@ def torchrun(name: str, ranks: int, folder: Path, kills: int, steps: int = STEPS
     """Command of torchrun on one machine, for a program of this package.
 
     Ranks that start again in the store that torchrun shares with them find one another's old addresses, and Gloo then
-    hangs or fails (PyTorch 2.13: 3 of 8 kills), so they get a store of their own for each attempt.
+    hangs or fails (PyTorch 2.13: 3 of 8 kills), so they get a separate store for each attempt.
     """
     program = ["-m", f"benchmarks.recovery.{name}", "--notes", str(folder / "log"), *more]
     options = ["--checkpoint", str(folder / "state.pt"), "--steps", str(steps), "--batch", str(BATCH)]

@@ -147,7 +147,7 @@ def export_folder(loaded: Loaded, folder: Path, like: Path, selection: Selection
 def write_model(arrays: SavedArrays, dtypes: Mapping[str, str], step: int, folder: Path) -> Path:
     """Write a model's weights as files for ``from_pretrained``; returns the path of the only file, or of the index.
 
-    Removes what an earlier export left that loaders would prefer.
+    Removes what an earlier export left: loaders would prefer some of it, and the rest takes space.
     """
     whole = folder / "model.safetensors"
     sizes = {name: layout.TensorSpec(name, arrays.shape_of(name), dtypes[name]).num_bytes for name in arrays}
@@ -155,6 +155,7 @@ def write_model(arrays: SavedArrays, dtypes: Mapping[str, str], step: int, folde
     if len(parts) == 1:
         write_safetensors(arrays, dtypes, step, whole)
         (folder / INDEX).unlink(missing_ok=True)
+        remove_parts(folder, set())
         return whole
     weight_map: dict[str, str] = {}
     for number, names in enumerate(parts, start=1):
@@ -163,7 +164,16 @@ def write_model(arrays: SavedArrays, dtypes: Mapping[str, str], step: int, folde
         weight_map |= dict.fromkeys(names, path.name)
     write_whole(folder / INDEX, [to_json({"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})])
     whole.unlink(missing_ok=True)
+    remove_parts(folder, set(weight_map.values()))
     return folder / INDEX
+
+
+def remove_parts(folder: Path, keep: set[str]) -> None:
+    """Removes the numbered weight files of earlier exports."""
+    with file_errors(f"{folder} cannot be written", "choose another --output"):
+        for path in folder.glob("model-[0-9]*-of-[0-9]*.safetensors"):
+            if path.name not in keep:
+                path.unlink()
 
 
 def in_files(sizes: Mapping[str, int], most: int) -> list[list[str]]:

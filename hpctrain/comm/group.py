@@ -88,13 +88,13 @@ class Group:
         """The values of all ranks, in rank order.
 
         Args:
-            value: anything that JSON can represent.
+            value: anything that JSON can represent, or a NumPy scalar.
             what: completes "waited for the other ranks to ..." in an error.
             timeout_s: seconds after which it raises RunFailed.
         """
         if not self.comm:
             return [value]
-        mine = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
+        mine = np.frombuffer(to_json(value), dtype=np.uint8)
         sizes = np.zeros(self.size, dtype=np.int64)
         self._wait(self.comm.Iallgather(np.array([mine.size], dtype=np.int64), sizes), what, timeout_s)
         everything = np.empty(int(sizes.sum()), dtype=np.uint8)
@@ -140,14 +140,14 @@ class Group:
         """The root's value, on every rank.
 
         Args:
-            value: anything that JSON can represent; ignored on the other ranks.
+            value: anything that JSON can represent, or a NumPy scalar; ignored on the other ranks.
             what: completes "waited for the other ranks to ..." in an error.
             root: rank that has the value.
             timeout_s: seconds after which it raises RunFailed.
         """
         if not self.comm:
             return value
-        data = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8) if self.rank == root else None
+        data = np.frombuffer(to_json(value), dtype=np.uint8) if self.rank == root else None
         size = np.array([data.size if data is not None else 0], dtype=np.int64)
         self._wait(self.comm.Ibcast(size, root), what, timeout_s)
         buffer = np.array(data) if data is not None else np.empty(int(size[0]), dtype=np.uint8)
@@ -447,6 +447,11 @@ class Group:
                 os.sched_yield()
             else:
                 time.sleep(min(waited / 20, 0.01))
+
+
+def to_json(value: Any) -> bytes:
+    """A value as JSON; NumPy's scalars as Python's. Raises TypeError for what JSON cannot represent."""
+    return json.dumps(value, default=np.generic.item).encode()
 
 
 def pieces_of(values: NDArray[Any]) -> Iterator[NDArray[np.uint8]]:

@@ -30,6 +30,8 @@ JOINING, RUNNING, FINISHED = 0.0, 1.0, 2.0
 """Values of STATE."""
 NO_PHASE = -1.0
 """Value of MARKED_PHASE before the first mark of a step."""
+BETWEEN_BEATS = -2.0
+"""Value of MARKED_PHASE in programs that mark no phases and only call ``heartbeat``."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.comm.group import TIMEOUT_S, Group
+from hpctrain.comm.group import TIMEOUT_S, Group, to_json
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError, RunFailed
 from hpctrain.run.folder import RunDir
@@ -108,8 +107,9 @@ class FolderGroup(Group):
         return self.folder / f"{self.name}-{self.number}-{who}"
 
     def _leave(self, who: str, value: Any) -> None:
-        content = json.dumps(value).encode()
-        files.write_atomically(self._path(who), content, self.root, mode=0o600)  # the monitor's token is among them
+        files.write_atomically(
+            self._path(who), to_json(value), self.root, mode=0o600
+        )  # the monitor's token is among them
 
     def _take(self, missing: set[str], what: str, end: float) -> dict[str, Any]:
         """Waits for the values of these writers and returns them by writer.

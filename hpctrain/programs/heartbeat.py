@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from hpctrain.config.loading import load
 from hpctrain.monitor.rank_monitor import start
+from hpctrain.monitor.shared import BETWEEN_BEATS
 from hpctrain.programs.folder_group import folder_world
 from hpctrain.programs.own_loop import supervised
 from hpctrain.run.rank_environment import current_attempt
@@ -48,6 +49,7 @@ def beat() -> Callable[[float], None]:
 
     def record(samples: float) -> None:
         session.clock.end_step(samples)
+        session.clock.beat(BETWEEN_BEATS)
         link.count("heartbeat")
         if next(steps) % POLL_STEPS == 0:
             session.poll()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import os
 import re
@@ -44,6 +45,8 @@ TRACEBACK = re.compile(
 """A traceback; each line may have the same prefix, since PyTorch prefixes lines with the rank."""
 GROUP_MARGIN = re.compile(r"^ *(?:[+|]-*(?: \d+ -*)?(?: |$))+", re.MULTILINE)
 """What Python draws to the left of an ExceptionGroup's traceback, and between its parts."""
+MISSING = re.compile(r"ModuleNotFoundError: No module named '(\w+)")
+"""How Python says that a module, or the package around it, is not installed."""
 ERROR_LINE = re.compile(r"^([A-Za-z_][\w.]*: .*)", re.MULTILINE)
 OF_LAUNCHERS = ("ChildFailedError", "CalledProcessError")
 """Errors by which a launcher within the program reports that the program failed."""
@@ -299,11 +302,19 @@ def ending(
     by_itself = code > 0 or code == -signal.SIGABRT  # a failing program may abort while its libraries shut down
     how = f"{program} {how}" + (f" ({said.splitlines()[0][:LONGEST_LINE]})" if said and by_itself else "")
     why = code_of_text(said) if by_itself else Code.KILLED
-    error = ErrorWord(how, FIXES.get(why, "see the rank's log"), "exit", "", why)
+    missing = MISSING.search(said)
+    fix = install(missing[1], program) if missing else FIXES.get(why, "see the rank's log")
+    error = ErrorWord(how, fix, "exit", "", why)
     if out_of_memory:
         fix = "request more memory (launch.slurm.memory), or start fewer ranks on each node"
         error = ErrorWord(f"{program} was killed by the kernel: out of memory", fix, "exit", "", Code.OUT_OF_MEMORY)
     return dataclasses.replace(word, ending=Ending.FAILED, exit_code=code if code > 0 else 128 - code, error=error)
+
+
+def install(module: str, program: str) -> str:
+    """Returns advice for a program that cannot import a module; this Python may have it."""
+    here = f", such as {sys.executable}" if importlib.util.find_spec(module) else ""
+    return f"install {module} for {program}, or start the program with a Python that has it{here}"
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import json
 import platform
 import socket
@@ -329,6 +330,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 PACKAGES = ("numpy", "h5py", "mpi4py", "torch", "tensorflow", "tensorflow-cpu", "keras", "horovod")
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """Returns the versions of Python, hpctrain and the installed PACKAGES, which affect results."""
     found = {name: version for name in PACKAGES if (version := version_of(name))}

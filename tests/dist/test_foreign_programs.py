@@ -67,4 +67,4 @@ def test_heartbeats_find_a_hang_and_keep_the_stacks(tmp_path: Path) -> None:
     said = hpctrain("run", "-n", 2, "--name", "hangs", *words, cwd=tmp_path, code=70)
     stacks = "".join(path.read_text() for path in (tmp_path / "runs" / "hangs" / "monitor").glob("stack-1-*"))
     assert "waits_for_godot" in stacks
-    assert "no step" in said.stderr or "hang" in said.stderr.lower(), said.stderr
+    assert "no step" in said.stderr and "waiting for data" not in said.stderr, said.stderr  # it marks no phases

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hpctrain.monitor.shared import NO_PHASE
+from hpctrain.monitor.shared import BETWEEN_BEATS, NO_PHASE
 from hpctrain.run.grid import Grid
 from hpctrain.train.clock import Neighbours, Phase
 
@@ -66,6 +66,8 @@ class Beat:
         """Where in the step it is."""
         if self.phase == NO_PHASE:
             return "waiting for data"
+        if self.phase == BETWEEN_BEATS:
+            return "between two heartbeats"
         return f"past {Phase(self.phase).name.lower()}" if self.phase < len(Phase) else "between two phases"
 
 

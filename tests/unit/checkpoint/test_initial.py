@@ -376,8 +376,13 @@ def test_a_large_model_is_exported_in_several_files_and_an_index(
     for name, file in index["weight_map"].items():
         assert np.array_equal(load_file(out / file)[name], whole[name])
     assert {one.name for one in files_of(out)} == set(files)
+    for largest, left in ((1, len(whole)), (200, len(files))):  # more files, then as many as before
+        monkeypatch.setattr(export, "MAX_FILE_BYTES", largest)
+        assert main(command) == 0
+        assert len([*out.glob("*.safetensors")]) == left
     monkeypatch.undo()
     assert main(command) == 0 and files_of(out) == [out / "model.safetensors"]
+    assert [one.name for one in out.glob("*.safetensors")] == ["model.safetensors"]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")

@@ -24,6 +24,8 @@ values = np.zeros(2**31 + 8, np.uint8)  # its pages are never touched
 Group("alone", MPI.COMM_SELF).broadcast_array(values, "receive the model")
 matrix = np.arange(6.0).reshape(2, 3)
 Group("alone", MPI.COMM_SELF).broadcast_array(matrix, "receive the model")
+alone = Group("alone", MPI.COMM_SELF)
+assert alone.broadcast(np.bool_(True)) is True and alone.allgather({"loss": np.float32(0.5)}) == [{"loss": 0.5}]
 print(values.size, matrix.sum())
 """
 

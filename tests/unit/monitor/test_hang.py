@@ -19,7 +19,7 @@ from hpctrain.monitor.chief.hang import (
 from hpctrain.run.grid import Grid
 from hpctrain.train.clock import Neighbours, Phase
 
-BEGIN = -1
+BEGIN, BETWEEN_BEATS = -1, -2
 
 
 def beats(*entries: tuple[int, int, str], age: float = 100.0) -> list[Beat]:
@@ -185,6 +185,7 @@ def test_a_hang_reads_as_one_sentence() -> None:
         (7, Phase.BACKWARD, ENDED, "has ended"),
         (7, Phase.FORWARD, "R", "is past forward"),
         (7, BEGIN, "R", "is waiting for data"),
+        (7, BETWEEN_BEATS, "R", "is between two heartbeats"),
         (7, len(Phase) - 1, "R", f"is past {list(Phase)[-1].name.lower()}"),
         (7, len(Phase), "R", "is between two phases"),
     ],

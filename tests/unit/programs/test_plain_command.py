@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -65,6 +66,21 @@ def test_what_a_program_said_is_quoted_if_it_ended_itself(code: int, what: str) 
 def test_what_a_program_said_has_a_code_and_its_fix() -> None:
     made = ending(WORD, "prog", 1, False, "DistBackendError: NCCL error in: a.cpp:3\nCuda failure 2 'out of memory'")
     assert made.error is not None and made.error.code is Code.OUT_OF_MEMORY and "smaller batch" in made.error.fix
+
+
+@pytest.mark.parametrize(
+    ("module", "fix"),
+    [
+        (
+            "hpctrain.callbacks",
+            f"install hpctrain for prog, or start the program with .* has it, such as {sys.executable}",
+        ),
+        ("no_such_module", "install no_such_module for prog, or start the program with a Python that has it"),
+    ],
+)
+def test_a_module_that_the_programs_python_lacks(module: str, fix: str) -> None:
+    made = ending(WORD, "prog", 1, False, f"ModuleNotFoundError: No module named '{module}'")
+    assert made.error is not None and re.fullmatch(fix, made.error.fix)
 
 
 def test_a_program_that_the_kernel_killed_for_memory_says_so() -> None:

@@ -12,7 +12,7 @@ import threading
 import pytest
 
 from hpctrain.errors import Code, ExitCode, Replaced, UserError
-from hpctrain.run import last_words
+from hpctrain.run import attempts, last_words
 from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.event_log import EventWriter, read_events
 from hpctrain.run.events import Event, Resumed, RunStarted, Straggler, Train
@@ -53,6 +53,15 @@ def test_an_attempt_says_from_its_beginning_what_it_is(run_dir):
     assert (entry["attempt"], entry["ranks"], entry["job"], entry["from_step"]) == (1, 2, "7_1", None)
     assert entry["host"] == socket.gethostname() and "hpctrain" in entry["versions"] and "git_commit" in entry
     assert not {"to_step", "ended", "verdict", "nodes"} & entry.keys()
+
+
+def test_versions_of_packages_are_read_once(monkeypatch):
+    """Each run wrote them three times, from the metadata of eight packages."""
+    attempts.versions.cache_clear()
+    read = []
+    monkeypatch.setattr(attempts, "version_of", lambda name: read.append(name) or "1")
+    assert attempts.versions() == attempts.versions() and sorted(read) == sorted(attempts.PACKAGES)
+    attempts.versions.cache_clear()
 
 
 def test_attempts_count_up_and_fence_off_older_ones(run_dir):
