@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import socket
@@ -12,12 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.storage.readers import READERS, Feed
+from benchmarks.storage.readers import READERS, Batches, Feed
 from benchmarks.storage.workloads import FILLING, Workload
 from hpctrain.errors import RunFailed
 
 WARM_UP = 4
 """Batches taken at once before the clock starts: they start workers and empty the queues of read-ahead batches."""
+SETTLING_S = 1.0
+"""Seconds of steps before the clock starts, in which a reader that is fast enough reads ahead again."""
 LONGEST_S = 120.0
 """Longest wait for the other accelerators; starting several frameworks on a loaded machine takes some of it."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "TOKENIZERS_PARALLELISM": "false"}
@@ -62,13 +65,13 @@ def accelerator(name: str, feed: Feed, seconds: float, together: Any, results: A
         for _ in range(WARM_UP):
             require_whole(next(batches), feed.workload)
         together.wait(LONGEST_S)
+        for _ in range(math.ceil(SETTLING_S / feed.workload.compute_s)):
+            compute(batches, feed, together)
         steps, begin = 0, time.perf_counter()
         end = begin
         try:
             while end - begin < seconds:
-                require_whole(next(batches), feed.workload)
-                time.sleep(feed.workload.compute_s)
-                together.wait(LONGEST_S)
+                compute(batches, feed, together)
                 steps, end = steps + 1, time.perf_counter()
         except threading.BrokenBarrierError:
             if end - begin < seconds / 2:
@@ -81,6 +84,13 @@ def accelerator(name: str, feed: Feed, seconds: float, together: Any, results: A
     for worker in multiprocessing.active_children():
         worker.kill()
     os._exit(0)  # without waiting for readers' threads
+
+
+def compute(batches: Batches, feed: Feed, together: Any) -> None:
+    """Takes a batch, computes, and waits for the other accelerators."""
+    require_whole(next(batches), feed.workload)
+    time.sleep(feed.workload.compute_s)
+    together.wait(LONGEST_S)
 
 
 def require_whole(batch: Any, workload: Workload) -> None:

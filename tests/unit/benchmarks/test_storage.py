@@ -12,7 +12,7 @@ from benchmarks.storage.accelerators import utilisation
 from benchmarks.storage.readers import READERS, Feed
 from benchmarks.storage.workloads import FILLING, WORKLOADS, indices, record
 
-SMALL = replace(WORKLOADS["resnet50"], batch=4, record_bytes=64, compute_s=0.001, samples=24, file_samples=8, buffer=4)
+SMALL = replace(WORKLOADS["resnet50"], batch=4, record_bytes=64, compute_s=0.01, samples=24, file_samples=8, buffer=4)
 
 
 @pytest.mark.parametrize("name", ["hpctrain-hdf5", "hpctrain-tar", "torch-hdf5"])
