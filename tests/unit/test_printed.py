@@ -149,3 +149,22 @@ def test_extras_targets_and_benchmarks() -> None:
             assert own, f"{path}: {name}"
             for option in re.findall(r"--[a-z-]+", options):
                 assert any(f'"{option}"' in one for one in programs.values()), f"{path}: {name} {option}"
+
+
+def test_anchors_of_links() -> None:
+    def anchors(path: Path) -> set[str]:
+        text = path.read_text(encoding="utf-8")
+        titles = [re.sub(r"[`*]|\]\([^)]*\)", "", title) for title in re.findall(r"^#+ (.*)", text, re.M)]
+        own = re.findall(r"^\(([\w.-]+)\)=$|(?:id|name)=\"([^\"]+)\"", text, re.M)
+        named = {name for pair in own for name in pair}
+        return named | {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+    wrong, found = [], 0
+    for page in PAGES:
+        text = prose(page.read_text(encoding="utf-8"))
+        for path, anchor in re.findall(r"\]\(([^)#:\s]*)#([^)\s]+)\)", text):
+            found += 1
+            target = page.parent / path if path else page
+            if target.suffix == ".md" and target.exists() and anchor not in anchors(target):
+                wrong.append(f"{page.relative_to(ROOT)}: {path}#{anchor}")
+    assert found > 100 and wrong == []
