@@ -20,6 +20,12 @@ class ParallelConfig(Section, key="parallel"):
     tensor: Positive = 1
     """PyTorch: size of the groups of ranks, on one node, that split the layers in the task's tensor=. Each group trains
     on its own samples."""
+    tensor_exact: Decisive[bool] = True
+    """Whether ranks of a tensor group add 16-bit activations and gradients of split layers in fp32. With false, process
+    groups (NCCL, or reduce.kind: nccl) add them as they are, which is half of the bytes."""
+    sequence: bool = False
+    """Whether each rank of a tensor group has only some rows of the activations between split layers, so that norms and
+    dropouts compute on those (sequence parallelism)."""
     pipeline: Positive = 1
     """PyTorch: number of pipeline stages into which the layers of the model are divided: those of the task's layers=,
     or of an nn.Sequential. The batch passes through them in the micro-batches of train.accumulate."""

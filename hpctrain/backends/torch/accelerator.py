@@ -89,12 +89,6 @@ def synchronize(device: torch.device) -> None:
         api(device).synchronize(device)
 
 
-def synchronize_stream(device: torch.device) -> None:
-    """Waits until the device has done everything on this thread's current stream; at once for the CPU."""
-    if device.type != "cpu":
-        api(device).current_stream(device).synchronize()
-
-
 def event(device: torch.device, timed: bool = False) -> Any:
     """Makes an event; ``record`` records it on the current stream."""
     return api(device).Event(enable_timing=timed)

@@ -98,8 +98,8 @@ def test_each_way_to_send_fewer_bytes_goes_with_the_rest_or_says_why_not(used: s
 def test_a_trait_is_told_by_the_first_feature_that_has_it() -> None:
     uses = {Feature.SHARD_TABLES: True, Feature.TENSOR: 2, Feature.COMPILE: True}
     assert refusal(uses).what.startswith("parallel.shard is tables, and parallel.tensor is 2")
-    both = {Feature.PIPELINE: 3, Feature.TENSOR: 2, Feature.COMPILE: True}
-    assert refusal(both).what == "parallel.tensor is 2, and train.compile is true: ranks communicate inside the model"
+    both = {Feature.PIPELINE: 3, Feature.TENSOR: 2, Feature.JOINT_LAYERS: "norm"}
+    assert refusal(both).what == "parallel.tensor is 2, and norm normalises over the samples of all ranks"
     assert stated(Feature.EARLY_STOP, "loss") == "train.early_stop.metric is 'loss'"
     assert stated(Feature.COMPILE, True) == "train.compile is true"
     assert stated(Feature.OVERLAP, True) == "reduce.overlap is on"

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hpctrain.backends.torch import accelerator
 from hpctrain.backends.torch.process_groups import ProcessGroup, have_own_gpus, peers_of
-from hpctrain.comm.group import QUICK_LOOKS, TIMEOUT_S, Group
+from hpctrain.comm.group import TIMEOUT_S, Group
 from hpctrain.reduce.shm_allreduce import ShmWindow, open_shm_window
 from hpctrain.train.clock import Waiting
 
@@ -44,8 +43,15 @@ class Messages(Protocol):
 class Exchange(Messages, Protocol):
     """Exchanges tensors of any device within a group; ``what`` as for Messages."""
 
+    @property
+    def adds_halves(self) -> bool:
+        """Whether ``sum`` adds 16-bit values."""
+
     def sum(self, values: Tensor, dtype: torch.dtype, what: str) -> Tensor:
         """A new tensor of this dtype, the sum over the ranks, bitwise equal on all of them. Collective."""
+
+    def scatter(self, values: Tensor, dtype: torch.dtype, what: str) -> Tensor:
+        """A new tensor, this rank's of equal parts of the sum along the first axis. Collective."""
 
     def gather(self, values: Tensor, what: str) -> list[Tensor]:
         """New tensors, one from each rank, all of the same shape. Collective."""
@@ -77,7 +83,7 @@ class HostExchange:
         window: shared memory for sums; None: sums go by MPI, as everything else.
     """
 
-    in_order = False
+    in_order = adds_halves = False
 
     def __init__(self, group: Group, waiting: Waiting, window: ShmWindow | None = None) -> None:
         self.group, self.waiting, self.window = group, waiting, window
@@ -93,6 +99,9 @@ class HostExchange:
             else:
                 self.group.add(total.copy_(own).numpy(), what)
         return total.to(values.device)
+
+    def scatter(self, values: Tensor, dtype: torch.dtype, what: str) -> Tensor:
+        return self.sum(values, dtype, what).chunk(self.group.size)[self.group.rank].clone()
 
     def gather(self, values: Tensor, what: str) -> list[Tensor]:
         own = host_bytes(values)
@@ -160,12 +169,12 @@ def like(values: Tensor, row: Tensor) -> Tensor:
 class TorchExchange:
     """An exchange by a torch process group; see Exchange.
 
-    Each operation is finished when its method returns, except messages: a rank may have several on their way. NCCL
+    Results can be used as soon as a method returns. A rank may have several messages on their way. NCCL
     processes all messages of a rank in one queue, and a message ends only when the other rank reaches it in its own
     queue; hence ``in_order``.
 
-    The host waits for each operation, although NCCL would let it continue. Each wait then has a timeout here, rather
-    than in a torch thread that would end the process without a message, and its time is recorded as a wait.
+    On GPUs, only the stream that computes waits for an operation. The host continues, and may be a whole pass ahead;
+    the monitor reports an operation that never ends. On CPUs, each wait has a timeout, and its time is recorded.
 
     Args:
         peers: process group of the ranks.
@@ -173,7 +182,7 @@ class TorchExchange:
         timeout_s: longest wait for another rank.
     """
 
-    in_order = True
+    in_order = adds_halves = True
 
     def __init__(self, peers: ProcessGroup, waiting: Waiting, timeout_s: float = TIMEOUT_S) -> None:
         self.peers, self.waiting = peers, waiting
@@ -187,6 +196,13 @@ class TorchExchange:
         if total.numel():
             parts = torch.view_as_real(total) if total.is_complex() else total
             self._finish(lambda: self.ranks.allreduce([parts]), what)
+        return total
+
+    def scatter(self, values: Tensor, dtype: torch.dtype, what: str) -> Tensor:
+        own = values.detach().to(dtype).contiguous()
+        total = own.new_empty((len(own) // self.group.size, *own.shape[1:]))
+        if total.numel():
+            self._finish(lambda: self.ranks._reduce_scatter_base(total, own), what)
         return total
 
     def gather(self, values: Tensor, what: str) -> list[Tensor]:
@@ -229,13 +245,9 @@ class TorchExchange:
 
     def _finish(self, begin: Callable[[], dist.Work], what: str) -> None:
         """Begins an operation and waits for it."""
-        accelerator.synchronize_stream(self.device)  # computing this rank's input is not a wait for others
         with self.waiting, self.peers.explained(what):
             work = begin()
-            for _ in range(QUICK_LOOKS):  # torch itself would sleep for a millisecond between polls
-                if work.is_completed():
-                    break
-            work.wait(self.timeout)
+            work.wait(*[self.timeout] * (self.device.type == "cpu"))  # with a timeout, the host waits
 
 
 def over_torch(group: Group, device: torch.device, waiting: Waiting, timeout_s: float = TIMEOUT_S) -> TorchExchange:

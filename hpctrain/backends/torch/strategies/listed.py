@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from hpctrain.backends.torch.strategies import (
     meta_init,
+    sequence,
     sharded_tables,
     strategy,
     tensor,
@@ -38,6 +39,7 @@ FSDP = [
 STRATEGIES = (
     # cut layers
     Listed(tensor.planned),
+    Listed(sequence.planned),
     Listed(sharded_tables.planned, Feature.SHARD_TABLES, sharded_tables.estimate),
     Listed(compiled.planned),
     Listed(recompute.planned),

@@ -94,7 +94,8 @@ class Opening:
 
     def tp_group(self, group: Group, neighbours: Neighbours) -> TPGroup:
         """Opens the communication of ranks that split layers. Collective."""
-        return TPGroup(group, self.clock, self.exchange(group, neighbours), neighbours)
+        exact = self.config.parallel.tensor_exact
+        return TPGroup(group, self.clock, self.exchange(group, neighbours), neighbours, exact)
 
     def names(self) -> dict[int, str]:
         """Names of the model's current parameters, by id."""

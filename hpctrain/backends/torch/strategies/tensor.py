@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Embedding, EmbeddingBag, Linear, Module, ModuleDict, ModuleList, Sequential
 from torch.nn.functional import linear
+from torch.nn.modules.dropout import _DropoutNd
 
 from hpctrain.backends.torch.strategies.parameter_traits import require_elementwise
 from hpctrain.backends.torch.strategies.partition import Partition, Slices
@@ -22,8 +23,6 @@ from hpctrain.backends.torch.strategies.tp_group import (
     TPGroup,
     gathered,
     spread,
-    summed_backward,
-    summed_forward,
 )
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError, kind_of
@@ -47,6 +46,8 @@ class CutLayer:
     name: str
     layer: Module
     word: LayerCut
+    drops: bool = True
+    """Whether the model may draw random numbers between split layers."""
 
     def axes(self) -> dict[str, int]:
         """The axis along which each parameter is split; parameters that are left out stay whole."""
@@ -90,6 +91,7 @@ def named_layers(model: Module, words: Mapping[str, Any], kinds: Kinds = KINDS) 
     parents = {
         f"{name}.{child}".lstrip("."): one for name, one in model.named_modules() for child, _ in one.named_children()
     }
+    drops = has_dropout(model)
     for pattern, word in words.items():
         if not isinstance(word, LayerCut):
             what = f"tensor[{pattern!r}] of the task is {kind_of(word)}"
@@ -107,8 +109,15 @@ def named_layers(model: Module, words: Mapping[str, Any], kinds: Kinds = KINDS) 
             if name in layers and layers[name].word != word:
                 raise UserError(f"tensor= of the task names {name} twice, and splits it differently", "name it once")
             require_able(name, layer, parents[name], word, kinds)
-            layers[name] = CutLayer(name, layer, word)
+            layers[name] = CutLayer(name, layer, word, drops)
     return list(layers.values())
+
+
+def has_dropout(model: Module) -> bool:
+    """Whether a model has Dropout layers, or modules with a number named like one, such as ``attention_dropout``."""
+    values = [(name, value) for module in model.modules() for name, value in vars(module).items()]
+    values += [("drop", module.p) for module in model.modules() if isinstance(module, _DropoutNd)]
+    return any("drop" in name and isinstance(value, float) and value > 0 for name, value in values)
 
 
 def tilings(model: Module, words: Mapping[str, Any], plain: Callable[[str], str]) -> dict[str, Tiling]:
@@ -272,12 +281,12 @@ def columns_forward(one: CutLayer, tp_group: TPGroup, values: Tensor) -> Tensor 
     tp_group.leave(always=False)
     layer = one.layer
     assert isinstance(layer, Linear), "layers_to_cut has seen to it"
-    outputs = linear(summed_backward(values, tp_group), layer.weight, layer.bias)
+    outputs = linear(tp_group.inputs(values), layer.weight, layer.bias)
     if one.word.gathers or (one.word.classes and not layer.training):
         return gathered(outputs, tp_group)
     if one.word.classes:
         return CutLogits(outputs, tp_group, one.name)
-    if layer.training:
+    if layer.training and (one.drops or not torch.compiler.is_compiling()):  # random states cannot be compiled
         tp_group.enter(outputs.device)
     return outputs
 
@@ -294,10 +303,11 @@ def rows_forward(one: CutLayer, tp_group: TPGroup, values: Tensor) -> Tensor:
             "split the layer that makes its inputs by columns, and infer the number of heads with -1 in views",
         )
     own = linear(values, layer.weight)
-    outputs = summed_forward(own, tp_group)
+    outputs = tp_group.outputs(own)
     return outputs if layer.bias is None else outputs + layer.bias.to(outputs.dtype)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the number of rows differs between batches
 def vocabulary_forward(one: CutLayer, tp_group: TPGroup, indices: Tensor) -> Tensor:
     """The vectors of all indices; each rank contributes each of its rows that occur, once."""
     tp_group.leave(always=False)

@@ -4,9 +4,11 @@ and the cross-entropy of logits whose classes are split, which are never gathere
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NoReturn, TypeAlias, cast
+from weakref import WeakValueDictionary
 
 import torch
 from numpy.typing import NDArray
@@ -39,6 +41,7 @@ class TPGroup:
         clock: records the time in which this rank waits for the others.
         exchange: exchanges tensors between the ranks; by default through host memory.
         neighbours: what kind of group the ranks are.
+        exact: whether 16-bit values are always added in fp32.
     """
 
     def __init__(
@@ -47,17 +50,48 @@ class TPGroup:
         clock: StepClock = NO_CLOCK,
         exchange: Exchange | None = None,
         neighbours: Neighbours = Neighbours.TENSOR,
+        exact: bool = True,
     ) -> None:
-        self.group = group
+        self.group, self.exact = group, exact
+        self.name = f"tensor group {next(NUMBERS)}"
+        GROUPS[self.name] = self
         self.waiting = Waiting(clock, neighbours)
         self.exchange: Exchange = exchange or HostExchange(group, self.waiting)
         self.outside: Outside = []
         """Non-empty while random numbers are those of the inside."""
+        self.entered: tuple[Tensor, int, Tensor] | None = None
+        """The last whole values that entered split layers, with their version; and what the layers compute with."""
+
+    def inputs(self, values: Tensor) -> Tensor:
+        """Whole values for a split layer. Layers with the same inputs, such as queries and keys, sum gradients once."""
+        if not torch.is_grad_enabled():
+            return values
+        if self.entered is None or self.entered[0] is not values or self.entered[1] != values._version:
+            self.use_inputs(values, summed_backward(values, self))
+        assert self.entered is not None, "set above"
+        return self.entered[2]
+
+    def use_inputs(self, values: Tensor, inside: Tensor) -> None:
+        """Sets what split layers whose inputs are these values compute with."""
+        if torch.is_grad_enabled():
+            self.entered = values, values._version, inside
+
+    def forget_inputs(self) -> None:
+        """Frees what the last split layers have computed with."""
+        self.entered = None
+
+    def outputs(self, values: Tensor) -> Tensor:
+        """Whole values from this rank's addends, which a split layer has computed."""
+        self.forget_inputs()
+        return summed_forward(values, self)
 
     def enter(self, device: torch.device) -> None:
         """Enters split layers: from here on, each rank draws different random numbers."""
-        if self.outside:
-            return
+        if not self.outside:
+            self._enter(device)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _enter(self, device: torch.device) -> None:
         number = int(torch.randint(2**62, ()))
         generators = accelerator.generators(device)
         seed = derive(number, self.group.rank)
@@ -72,6 +106,13 @@ class TPGroup:
             always: False inside a model: if torch's activation checkpointing has recomputed a part that ends in
                 split layers, it has restored random states itself, and others may have been set since.
         """
+        if always:
+            self.forget_inputs()
+        if self.outside:
+            self._leave(always)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _leave(self, always: bool) -> None:
         for generator, state, seed in self.outside:
             if always or generator.initial_seed() == seed:
                 generator.set_state(state)
@@ -88,12 +129,13 @@ class TPGroup:
 
     def summed(self, values: Tensor, what: str) -> Tensor:
         """A new tensor, the sum over the ranks, bitwise equal on all of them."""
-        wide = torch.float32 if values.dtype in HALVES else values.dtype
-        return self.exchange.sum(values, wide, what).to(values.dtype)
+        found: Tensor = exchanged(values, self.name, "sum", what)
+        return found
 
     def gathered(self, values: Tensor, what: str) -> Tensor:
         """A new tensor, the values of all ranks concatenated along the last axis."""
-        return torch.cat(self.exchange.gather(values, what), -1)
+        found: Tensor = exchanged(values, self.name, "gather", what)
+        return found
 
     def joined(self, rows: Tensor, counts: Sequence[int], what: str) -> Tensor:
         """A new tensor, the rows of all ranks concatenated; ``counts`` is the number of rows of each rank."""
@@ -106,6 +148,44 @@ class TPGroup:
         """Gathers an array from every rank; see ``Group.gather``."""
         with self.waiting:
             return self.group.gather(values, what)
+
+
+NUMBERS = itertools.count()
+GROUPS: WeakValueDictionary[str, TPGroup] = WeakValueDictionary()
+"""Groups by name: an operator gets no objects, and torch.compile takes numbers for variables."""
+
+
+@torch.library.custom_op("hpctrain::exchanged", mutates_args=())
+def exchanged(values: Tensor, name: str, way: str, what: str) -> Tensor:
+    """An exchange as one operator, which torch.compile keeps in the graphs of layers.
+
+    Args:
+        values: this rank's values.
+        name: of the ranks, in ``GROUPS``.
+        way: sum; gather, along the last axis; join, along the first; or scatter: this rank's rows of the sum.
+        what: completes "waited for the other ranks to ..." in errors.
+    """
+    tp_group = GROUPS[name]
+    exchange = tp_group.exchange
+    if way in AXES:
+        return torch.cat(exchange.gather(values, what), AXES[way])
+    is_wide = values.dtype in HALVES and (tp_group.exact or not exchange.adds_halves)
+    add = exchange.sum if way == "sum" else exchange.scatter
+    return add(values, torch.float32 if is_wide else values.dtype, what).to(values.dtype)
+
+
+AXES = {"gather": -1, "join": 0}
+"""Axes along which the ranks' values are concatenated."""
+
+
+@exchanged.register_fake
+def _(values: Tensor, name: str, way: str, what: str) -> Tensor:
+    shape, ranks = list(values.shape), GROUPS[name].group.size
+    if way in AXES:
+        shape[AXES[way]] *= ranks
+    elif way == "scatter":
+        shape[0] //= ranks
+    return values.new_empty(shape)
 
 
 class LinearMap(torch.autograd.Function):

@@ -28,7 +28,7 @@ from hpctrain.backends.torch.state.torch_state import Averages, TorchState, pass
 from hpctrain.backends.torch.steps.own_step import OwnSteps, own_models
 from hpctrain.backends.torch.steps.update_step import LossPasses, Modes, Parts, StepProgram, UpdateStep
 from hpctrain.backends.torch.steps.updates import ExchangesToChoose, Trained
-from hpctrain.backends.torch.strategies.exchange import OpenExchange, exchange_for
+from hpctrain.backends.torch.strategies.exchange import OpenExchange, exchange_for, over_torch
 from hpctrain.backends.torch.strategies.listed import STRATEGIES
 from hpctrain.backends.torch.strategies.parameter_traits import unsuited
 from hpctrain.backends.torch.strategies.pipeline.pipelined import pipeline_features
@@ -63,7 +63,7 @@ def open_torch(
     config: StepSettings,
     clock: StepClock,
     choice: ReducerChoice,
-    open_exchange: OpenExchange = exchange_for,
+    open_exchange: OpenExchange | None = None,
     stage_choice: StageChoice = BY_PARAMETERS,
     allocates: bool = True,
 ) -> TorchFramework:
@@ -75,7 +75,7 @@ def open_torch(
         config: settings of an update.
         clock: records the time of each phase.
         choice: chooses the reducer.
-        open_exchange: opens the exchange of tensors between ranks that hold parts of one model.
+        open_exchange: opens the exchange of tensors between ranks that hold parts of one model; by default chosen.
         stage_choice: how layers are distributed over pipeline stages.
         allocates: see device.Compute.
 
@@ -94,7 +94,8 @@ def open_torch(
         torch.set_num_threads(train.threads)
     set_kernels(train)
     compute = dataclasses.replace(compute_of(train, device), allocates=allocates)
-    opening = look_at(task, world, config, compute, clock, open_exchange, stage_choice)
+    chosen = over_torch if config.reduce.kind == "nccl" and device.type == "cpu" else exchange_for
+    opening = look_at(task, world, config, compute, clock, open_exchange or chosen, stage_choice)
     move(opening.model, device, compute.memory_format)
     strategies: list[Strategy] = [one for each in STRATEGIES if (one := each.planned(opening)) is not None]
     with ExitStack() as stack:

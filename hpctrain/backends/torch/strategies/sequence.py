@@ -1,0 +1,226 @@
+"""``parallel.sequence``: between split layers of a block, each rank of a tensor group has some rows of the activations.
+
+A block adds to a stream of activations. The first block of a model leaves each rank its share of the stream's rows, and
+the last one gathers them, so the rest of the model sees whole activations. In a block, norms compute in rows, and
+gather what split layers need; layers split by ``rows`` scatter their sums (Korthikanti et al. 2022, section 4.2.2).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn import Linear, Module
+from torch.nn.functional import linear, pad
+
+from hpctrain.backends.torch.strategies.fsdp.layers import layers_of
+from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy
+from hpctrain.backends.torch.strategies.tensor import CutLayer, layers_to_cut
+from hpctrain.backends.torch.strategies.tp_group import TPGroup, exchanged, mapped, summed_backward
+from hpctrain.errors import UserError
+
+OF_CHANNELS = ("BatchNorm", "GroupNorm", "InstanceNorm")
+"""Parts of the names of norms that do not normalise each row by itself."""
+BLOCKS = "leave parallel.sequence out, or write blocks as x + down(up(norm(x))), with their norms before split layers"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block that adds to the stream of activations."""
+
+    module: Module
+    layers: Sequence[CutLayer]
+    """Its split layers."""
+    norms: Sequence[Module]
+
+
+def planned(opening: Opening) -> Strategy | None:
+    """The strategy for ``parallel.sequence``. Raises UserError if blocks of the model cannot compute in rows."""
+    parallel, model = opening.config.parallel, opening.model
+    if not parallel.sequence or parallel.tensor == 1:
+        return None
+    if parallel.pipeline > 1:
+        what = "parallel.sequence is true, and parallel.pipeline divides the blocks whose activations ranks share"
+        raise UserError(what, "leave parallel.sequence out, or set parallel.pipeline to 1")
+    blocks = blocks_of(model, layers_to_cut(model, opening.task.tensor, parallel.tensor))
+
+    def in_rows(prepared: Prepared) -> Prepared:
+        compute_in_rows(blocks, prepared.partition.tp_group)
+        return prepared
+
+    return None if opening.world.tensor.size == 1 else in_rows
+
+
+def blocks_of(model: Module, layers: Sequence[CutLayer]) -> list[Block]:
+    """The repeated modules that split layers are in. Raises UserError if one of them cannot compute in rows.
+
+    Args:
+        model: the model.
+        layers: its split layers.
+    """
+    found = []
+    for module in layers_of(model):
+        inside = {id(one) for one in module.modules()}
+        own = [one for one in layers if id(one.layer) in inside]
+        if {one.word.kind for one in own} >= {"columns", "rows"}:
+            found.append(Block(module, own, list(filter(is_norm, module.modules()))))
+            require_rows(found[-1])
+    if not found:
+        raise UserError(
+            "parallel.sequence is true, and no block of the model has layers split by columns and rows", BLOCKS
+        )
+    return found
+
+
+def is_norm(module: Module) -> bool:
+    """Whether a module normalises each row by itself."""
+    name = type(module).__name__
+    is_of_rows = "Norm" in name and not any(other in name for other in OF_CHANNELS)
+    return is_of_rows and not any(module.children()) and all(one.ndim == 1 for one in module.parameters())
+
+
+def require_rows(block: Block) -> None:
+    """Raises UserError if ranks would have different gradients of a parameter, or parts of a layer's outputs."""
+    known = {id(parameter) for norm in block.norms for parameter in norm.parameters()}
+    known |= {id(parameter) for one in block.layers for parameter in one.layer.parameters()}
+    odd = next((name for name, one in block.module.named_parameters() if id(one) not in known), None)
+    odd = odd or next((one.name for one in block.layers if one.word.gathers or one.word.classes), None)
+    if odd is not None:
+        what = f"parallel.sequence is true, and {odd} of a {type(block.module).__name__} works on rows or gathers them"
+        raise UserError(what, BLOCKS)
+
+
+class Stream:
+    """The activations that blocks add to.
+
+    Args:
+        tp_group: the ranks, which have equally many rows: those of the last rank may end with zeros.
+    """
+
+    def __init__(self, tp_group: TPGroup) -> None:
+        self.tp_group = tp_group
+        self.leading: tuple[int, ...] = ()
+        """The axes of whole activations before the last one."""
+
+    @property
+    def of_rank(self) -> tuple[int, ...]:
+        """These axes for a rank's rows."""
+        return (*(1 for _ in self.leading[1:]), -(-math.prod(self.leading) // self.tp_group.group.size))
+
+    def is_of_rank(self, values: Tensor) -> bool:
+        """Whether values are a rank's rows."""
+        return values.shape[:-1] == self.of_rank
+
+    def padded(self, whole: Tensor) -> Tensor:
+        """[rows of all ranks, width] of whole activations."""
+        flat = whole.reshape(-1, whole.shape[-1])
+        return pad(flat, (0, 0, 0, self.of_rank[-1] * self.tp_group.group.size - len(flat)))
+
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's rows."""
+        rows = self.padded(whole).chunk(self.tp_group.group.size)[self.tp_group.group.rank]
+        return rows.reshape(*self.of_rank, -1).clone()
+
+    def joined(self, rows: Tensor) -> Tensor:
+        """The rows of all ranks."""
+        what = "gather the rows of activations"
+        flat: Tensor = exchanged(rows.reshape(-1, rows.shape[-1]), self.tp_group.name, "join", what)
+        return flat[: math.prod(self.leading)].view(*self.leading, -1)
+
+    def scattered(self, addends: Tensor) -> Tensor:
+        """This rank's rows of a sum over the ranks."""
+        sums: Tensor = exchanged(self.padded(addends), self.tp_group.name, "scatter", "add up rows of activations")
+        return sums.view(*self.of_rank, -1)
+
+
+class Inside(torch.autograd.Function):
+    """Gathered rows as split layers take them: each rank has addends of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, whole: Tensor, stream: Stream) -> Tensor:
+        ctx.stream = stream
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return mapped(gradients[0], ctx.stream.scattered, ctx.stream.joined), None, None
+
+
+def compute_in_rows(blocks: Sequence[Block], tp_group: TPGroup) -> None:
+    """Makes blocks compute in rows, in place."""
+    stream = Stream(tp_group)
+    for number, block in enumerate(blocks):
+        for norm in block.norms:
+            norm.forward = functools.partial(norm_forward, stream, copy.copy(norm))
+        for one in block.layers:
+            forward = columns_forward if one.word.kind == "columns" else rows_forward
+            one.layer.forward = functools.partial(forward, one, stream)
+        drops = any(one.drops for one in block.layers)
+        ends = number == 0, number == len(blocks) - 1
+        block.module.forward = functools.partial(block_forward, stream, block.module.forward, drops, *ends)
+
+
+def block_forward(
+    stream: Stream, forward: Callable[..., Any], drops: bool, is_first: bool, is_last: bool, values: Tensor, *more: Any,
+    **keys: Any,
+) -> Any:  # fmt: skip
+    """The outputs of a block; a tuple begins with the activations."""
+    tp_group = stream.tp_group
+    if is_first:
+        stream.leading = tuple(values.shape[:-1])
+        values = mapped(values, stream.own, stream.joined)
+    elif not stream.is_of_rank(values):
+        raise UserError("parallel.sequence is true, and blocks of the model do not follow each other", BLOCKS)
+    if drops or not torch.compiler.is_compiling():  # random states cannot be compiled
+        tp_group.enter(values.device)
+    found = forward(values, *more, **keys)
+    tp_group.leave(always=False)
+    if not is_last:
+        return found
+    rows, *others = found if isinstance(found, tuple) else (found,)
+    whole = mapped(rows, stream.joined, stream.own)
+    return (whole, *others) if isinstance(found, tuple) else whole
+
+
+def norm_forward(stream: Stream, norm: Module, values: Tensor) -> Tensor:
+    """Normalises rows, and gathers them. Ranks have addends of the gradients of weights, which are summed."""
+    weights: dict[str, Tensor] = dict(norm.named_parameters())
+    if not stream.is_of_rank(values):  # a norm inside split layers, which the first update names
+        return functional_call(norm, {}, (values,))  # type: ignore[no-any-return]
+    if weights:
+        flat = summed_backward(torch.cat([one.flatten() for one in weights.values()]), stream.tp_group)
+        parts = flat.split([one.numel() for one in weights.values()])
+        weights = {name: part.to(one.dtype) for (name, one), part in zip(weights.items(), parts, strict=True)}
+    rows: Tensor = functional_call(norm, weights, (values,))
+    whole = mapped(rows, stream.joined, stream.own)
+    inside: Tensor = Inside.apply(rows, whole.detach(), stream)  # type: ignore[no-untyped-call]
+    stream.tp_group.use_inputs(whole, inside)
+    return whole
+
+
+def columns_forward(one: CutLayer, stream: Stream, values: Tensor) -> Tensor:
+    """This rank's outputs of a ``columns`` layer."""
+    layer = one.layer
+    assert isinstance(layer, Linear), "layers_to_cut has seen to it"
+    if values.shape[:-1] != stream.leading:
+        raise UserError(f"parallel.sequence is true, and {one.name} gets rows that no norm has gathered", BLOCKS)
+    return linear(stream.tp_group.inputs(values), layer.weight, layer.bias)
+
+
+def rows_forward(one: CutLayer, stream: Stream, values: Tensor) -> Tensor:
+    """This rank's rows of the outputs of a ``rows`` layer."""
+    layer = one.layer
+    assert isinstance(layer, Linear), "layers_to_cut has seen to it"
+    stream.tp_group.forget_inputs()
+    constant = None if layer.bias is None else layer.bias.detach()
+    # The difference is zero. It gives the bias, which is added to rows, the gradient of all rows.
+    addends = linear(values, layer.weight, None if layer.bias is None else layer.bias - constant)
+    rows = mapped(addends, stream.scattered, stream.joined)
+    return rows if constant is None else rows + constant.to(rows.dtype)
