@@ -39,8 +39,11 @@ class Marks(Protocol):
     def end_step(self, work: float = 1.0) -> None:
         """Ends a step."""
 
+    def begin_wait(self, whom: Neighbours) -> None:
+        """Begins a wait for other ranks."""
+
     def end_wait(self) -> None:
-        """Ends a wait for other ranks that began with the clock's ``begin_wait``."""
+        """Ends it."""
 
 
 class RingClock:
@@ -102,6 +105,10 @@ class RingClock:
 
     def begin_wait(self, whom: Neighbours) -> None:
         """See StepClock."""
+        self.waits_for(whom)
+
+    def waits_for(self, whom: Neighbours) -> None:
+        """Begins a wait; ``waited`` ends it."""
         now = monotonic()
         self.wait_began = now
         head = self.head
@@ -124,8 +131,8 @@ class RingClock:
 
     def follow(self, marks: Marks) -> None:
         """Delegates what ``marks`` has to it; it writes this clock's totals."""
-        self.mark, self.mark_ahead = marks.mark, marks.mark_ahead  # type: ignore[method-assign]
-        self.end_step, self.end_wait = marks.end_step, marks.end_wait  # type: ignore[method-assign]
+        self.mark, self.mark_ahead, self.end_step = marks.mark, marks.mark_ahead, marks.end_step  # type: ignore[method-assign]
+        self.begin_wait, self.end_wait = marks.begin_wait, marks.end_wait  # type: ignore[method-assign]
 
     def beat(self, phase: float) -> None:
         """Shows the agent that this rank is alive, and the phase that has ended; for Marks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import weakref
 from collections import deque
@@ -24,6 +25,7 @@ from hpctrain.monitor.ring_clock import RingClock
 from hpctrain.monitor.shared import NO_PHASE
 from hpctrain.monitor.window import REST
 from hpctrain.system.fabric import cores_near, keep_to, own_cores
+from hpctrain.train.clock import Neighbours
 from hpctrain.train.framework import HostBatch
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -172,12 +174,14 @@ class DeviceMarks:
     def __init__(self, clock: RingClock, device: torch.device) -> None:
         self.clock, self.device = clock, device
         self.free: list[Any] = []
-        self.waiting: deque[tuple[int, Any, float, float]] = deque()
-        """Phase, event at its end, the step's work if the step ends there (else -1), and seconds spent waiting."""
-        self.waited_s = 0.0
+        self.waiting: deque[tuple[int, Any, float, list[tuple[Any, Any]]]] = deque()
+        """Phase, event at its end, the step's work if the step ends there (else -1), and its waits."""
+        self.waits: list[tuple[Any, Any]] = []
+        """Events at the beginning and end of each wait for other ranks in the current phase."""
         self.ahead: int | None = None
         """Phase whose end is queued, and which the host has yet to mark."""
         self.last = self.record()
+        self.wait_began: Any = None
         clock.on_gpu(accelerator.pci_address(device))
 
     def record(self) -> Any:
@@ -203,25 +207,30 @@ class DeviceMarks:
         self.clock.beat(NO_PHASE)
         self.enter()
 
+    def begin_wait(self, whom: Neighbours) -> None:
+        """See Marks. The stream may wait by itself, while the host continues, or be idle while the host waits."""
+        self.clock.waits_for(whom)
+        self.wait_began = self.record()
+
     def end_wait(self) -> None:
-        """See Marks. The device was idle: the data to send had been copied to the host before."""
-        self.waited_s += self.clock.waited()
+        """See Marks."""
+        self.clock.waited()
+        self.waits.append((self.wait_began, self.record()))
 
     def append(self, phase: int, work: float) -> None:
         """Queues a mark."""
-        self.waiting.append((phase, self.record(), work, self.waited_s))
-        self.waited_s = 0.0
+        self.waiting.append((phase, self.record(), work, self.waits))
+        self.waits = []
 
     def enter(self) -> None:
         """Adds finished phases to the totals and finished steps to the ring."""
         waiting = self.waiting
         while waiting and (waiting[0][1].query() or len(waiting) > LONGEST_QUEUE):
-            phase, event, work, waited = waiting.popleft()
+            phase, event, work, waits = waiting.popleft()
             if event.query():
-                seconds = self.last.elapsed_time(event) / 1000
-                waited = min(waited, seconds)  # the host of a stage may wait while its device still works
-                self.clock.add(phase, seconds, waited)
-            self.free.append(self.last)
+                waited = sum(began.elapsed_time(ended) for began, ended in waits)
+                self.clock.add(phase, self.last.elapsed_time(event) / 1000, waited / 1000)
+            self.free += [self.last, *itertools.chain.from_iterable(waits)]
             self.last = event
             if work >= 0:
                 self.clock.end_row(work)

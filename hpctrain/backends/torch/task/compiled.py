@@ -35,8 +35,8 @@ def planned(opening: Opening) -> Strategy | None:
 def compile_task(opening: Opening, prepared: Prepared) -> Prepared:
     """Compiles the repeated layers in place, or leaves the models to be compiled whole; and the loss."""
     mode = MODES[opening.config.train.compile_mode]
-    if mode == "reduce-overhead" and opening.gathers:
-        mode = None  # CUDA graphs read parameters at fixed addresses, and gathered ones have none
+    if mode == "reduce-overhead" and (opening.gathers or opening.world.tensor.size > 1):
+        mode = None  # CUDA graphs read parameters at fixed addresses, and make no exchanges that the monitor sees
     layers = [] if Feature.COMPILED_MODEL in opening.features else own_layers(opening)
     compile_layers(layers, mode)
     whole = functools.partial(torch.compile, mode=mode)
