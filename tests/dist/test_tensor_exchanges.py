@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.support.mpi import printed
@@ -31,17 +30,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], tuple[Path, 
     return launched
 
 
-@pytest.mark.parametrize("name", ["group", "rows", "compiled", "compiled-rows"])
+@pytest.mark.parametrize("name", ["group", "rows", "compiled"])
 def test_every_exchange_is_exact(found: Callable[[], tuple[Path, Found]], name: str) -> None:
-    """By gloo and MPI, with whole activations and with rows, eager and compiled layers, and layers that recompute."""
+    """By gloo with whole activations and with rows; by MPI with rows, in compiled layers that recompute."""
     folder, results = found()
     require_near(results[name]["losses"], results["alone"]["losses"])
     assert len(results[name]["losses"]) == 3
     require_same_state(folder, name, "alone", 3, least=80)
-
-
-def test_16_bit_sums_are_added_as_asked(found: Callable[[], tuple[Path, Found]]) -> None:
-    """Eight bits of factors round by 2**-9: losses are near those of sums in fp32, but not equal."""
-    wide, narrow = (np.array(found()[1][f"{name}-sums"]["losses"]) for name in ("fp32", "bf16"))
-    np.testing.assert_allclose(narrow, wide, rtol=0.02)
-    assert not np.array_equal(narrow, wide)

@@ -18,14 +18,10 @@ CUT = {"parallel__tensor": 2}
 BY_GROUP = CUT | {"reduce__kind": "nccl"}
 IN_ROWS = {"parallel__sequence": "true"}
 COMPILED = {"train__compile": "true", "train__recompute": "['blocks.*']"}
-HALVES = {"train__precision": "bf16", "task_args__dtype": "float32"}
 TWO: dict[str, dict[str, Any]] = {
     "group": BY_GROUP,
     "rows": BY_GROUP | IN_ROWS,
-    "compiled": CUT | {"train__compile": "true"},
-    "compiled-rows": CUT | IN_ROWS | COMPILED,
-    "fp32-sums": BY_GROUP | IN_ROWS | HALVES,
-    "bf16-sums": BY_GROUP | IN_ROWS | HALVES | {"parallel__tensor_exact": "false"},
+    "compiled": CUT | IN_ROWS | COMPILED,
 }
 
 

@@ -6,11 +6,13 @@ import gc
 import weakref
 from datetime import timedelta
 
+import pytest
 import torch
 from torch import Tensor
 
 from hpctrain.backends.torch.process_groups import ProcessGroup
-from hpctrain.backends.torch.strategies.exchange import TorchExchange
+from hpctrain.backends.torch.strategies.exchange import HostExchange, TorchExchange
+from hpctrain.backends.torch.strategies.tp_group import TPGroup
 from hpctrain.comm.group import Group
 from hpctrain.train.clock import NO_CLOCK, Waiting
 
@@ -53,3 +55,27 @@ def test_what_is_through_is_freed_before_the_end_of_an_update() -> None:
     exchange.post(torch.ones(3), 1, 0)
     gc.collect()
     assert [one() is not None for one in held] == [False, False, False, True]
+
+
+class Noted(HostExchange):
+    """Exchanges with nobody, and records in which types it adds."""
+
+    def __init__(self, adds_halves: bool) -> None:
+        super().__init__(Group("tensor"), Waiting(NO_CLOCK))
+        self.adds_halves, self.added = adds_halves, list[torch.dtype]()
+
+    def sum(self, values: Tensor, dtype: torch.dtype, what: str) -> Tensor:
+        self.added.append(dtype)
+        return values.to(dtype, copy=True)
+
+
+@pytest.mark.parametrize(
+    ("able", "exact", "wanted"),
+    [(True, False, torch.bfloat16), (True, True, torch.float32), (False, False, torch.float32)],
+)
+def test_16_bit_values_are_added_in_fp32_unless_asked_and_able(able: bool, exact: bool, wanted: torch.dtype) -> None:
+    exchange = Noted(able)
+    tp_group = TPGroup(exchange.group, exchange=exchange, exact=exact)
+    for dtype in (torch.bfloat16, torch.float64):
+        assert tp_group.summed(torch.ones(2, dtype=dtype), "add up").dtype == dtype
+    assert exchange.added == [wanted, torch.float64]
