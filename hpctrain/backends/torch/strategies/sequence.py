@@ -32,7 +32,7 @@ BLOCKS = "leave parallel.sequence out, or write blocks as x + down(up(norm(x))),
 
 
 @dataclass(frozen=True)
-class Block:
+class RowBlock:
     """A block that adds to the stream of activations."""
 
     module: Module
@@ -58,7 +58,7 @@ def planned(opening: Opening) -> Strategy | None:
     return None if opening.world.tensor.size == 1 else in_rows
 
 
-def blocks_of(model: Module, layers: Sequence[CutLayer]) -> list[Block]:
+def blocks_of(model: Module, layers: Sequence[CutLayer]) -> list[RowBlock]:
     """The repeated modules that split layers are in. Raises UserError if one of them cannot compute in rows.
 
     Args:
@@ -70,7 +70,7 @@ def blocks_of(model: Module, layers: Sequence[CutLayer]) -> list[Block]:
         inside = {id(one) for one in module.modules()}
         own = [one for one in layers if id(one.layer) in inside]
         if {one.word.kind for one in own} >= {"columns", "rows"}:
-            found.append(Block(module, own, list(filter(is_norm, module.modules()))))
+            found.append(RowBlock(module, own, list(filter(is_norm, module.modules()))))
             require_rows(found[-1])
     if not found:
         raise UserError(
@@ -86,7 +86,7 @@ def is_norm(module: Module) -> bool:
     return is_of_rows and not any(module.children()) and all(one.ndim == 1 for one in module.parameters())
 
 
-def require_rows(block: Block) -> None:
+def require_rows(block: RowBlock) -> None:
     """Raises UserError if ranks would have different gradients of a parameter, or parts of a layer's outputs."""
     known = {id(parameter) for norm in block.norms for parameter in norm.parameters()}
     known |= {id(parameter) for one in block.layers for parameter in one.layer.parameters()}
@@ -97,7 +97,7 @@ def require_rows(block: Block) -> None:
         raise UserError(what, BLOCKS)
 
 
-class Stream:
+class RowStream:
     """The activations that blocks add to.
 
     Args:
@@ -140,11 +140,11 @@ class Stream:
         return sums.view(*self.of_rank, -1)
 
 
-class Inside(torch.autograd.Function):
+class GatheredRows(torch.autograd.Function):
     """Gathered rows as split layers take them: each rank has addends of their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, whole: Tensor, stream: Stream) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, whole: Tensor, stream: RowStream) -> Tensor:
         ctx.stream = stream
         return whole.view_as(whole)
 
@@ -153,9 +153,9 @@ class Inside(torch.autograd.Function):
         return mapped(gradients[0], ctx.stream.scattered, ctx.stream.joined), None, None
 
 
-def compute_in_rows(blocks: Sequence[Block], tp_group: TPGroup) -> None:
+def compute_in_rows(blocks: Sequence[RowBlock], tp_group: TPGroup) -> None:
     """Makes blocks compute in rows, in place."""
-    stream = Stream(tp_group)
+    stream = RowStream(tp_group)
     for number, block in enumerate(blocks):
         for norm in block.norms:
             norm.forward = functools.partial(norm_forward, stream, copy.copy(norm))
@@ -168,7 +168,7 @@ def compute_in_rows(blocks: Sequence[Block], tp_group: TPGroup) -> None:
 
 
 def block_forward(
-    stream: Stream, forward: Callable[..., Any], drops: bool, is_first: bool, is_last: bool, values: Tensor, *more: Any,
+    stream: RowStream, forward: Callable[..., Any], drops: bool, is_first: bool, is_last: bool, values: Tensor, *more: Any,
     **keys: Any,
 ) -> Any:  # fmt: skip
     """The outputs of a block; a tuple begins with the activations."""
@@ -189,7 +189,7 @@ def block_forward(
     return (whole, *others) if isinstance(found, tuple) else whole
 
 
-def norm_forward(stream: Stream, norm: Module, values: Tensor) -> Tensor:
+def norm_forward(stream: RowStream, norm: Module, values: Tensor) -> Tensor:
     """Normalises rows, and gathers them. Ranks have addends of the gradients of weights, which are summed."""
     weights: dict[str, Tensor] = dict(norm.named_parameters())
     if not stream.is_of_rank(values):  # a norm inside split layers, which the first update names
@@ -200,12 +200,12 @@ def norm_forward(stream: Stream, norm: Module, values: Tensor) -> Tensor:
         weights = {name: part.to(one.dtype) for (name, one), part in zip(weights.items(), parts, strict=True)}
     rows: Tensor = functional_call(norm, weights, (values,))
     whole = mapped(rows, stream.joined, stream.own)
-    inside: Tensor = Inside.apply(rows, whole.detach(), stream)  # type: ignore[no-untyped-call]
+    inside: Tensor = GatheredRows.apply(rows, whole.detach(), stream)  # type: ignore[no-untyped-call]
     stream.tp_group.use_inputs(whole, inside)
     return whole
 
 
-def columns_forward(one: CutLayer, stream: Stream, values: Tensor) -> Tensor:
+def columns_forward(one: CutLayer, stream: RowStream, values: Tensor) -> Tensor:
     """This rank's outputs of a ``columns`` layer."""
     layer = one.layer
     assert isinstance(layer, Linear), "layers_to_cut has seen to it"
@@ -214,7 +214,7 @@ def columns_forward(one: CutLayer, stream: Stream, values: Tensor) -> Tensor:
     return linear(stream.tp_group.inputs(values), layer.weight, layer.bias)
 
 
-def rows_forward(one: CutLayer, stream: Stream, values: Tensor) -> Tensor:
+def rows_forward(one: CutLayer, stream: RowStream, values: Tensor) -> Tensor:
     """This rank's rows of the outputs of a ``rows`` layer."""
     layer = one.layer
     assert isinstance(layer, Linear), "layers_to_cut has seen to it"
