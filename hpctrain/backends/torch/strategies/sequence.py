@@ -168,8 +168,8 @@ def compute_in_rows(blocks: Sequence[RowBlock], tp_group: TPGroup) -> None:
 
 
 def block_forward(
-    stream: RowStream, forward: Callable[..., Any], drops: bool, is_first: bool, is_last: bool, values: Tensor, *more: Any,
-    **keys: Any,
+    stream: RowStream, forward: Callable[..., Any], drops: bool, is_first: bool, is_last: bool, values: Tensor,
+    *more: Any, **keys: Any,
 ) -> Any:  # fmt: skip
     """The outputs of a block; a tuple begins with the activations."""
     tp_group = stream.tp_group
