@@ -114,6 +114,11 @@ class RowStream:
         """These axes for a rank's rows."""
         return (*(1 for _ in self.leading[1:]), -(-math.prod(self.leading) // self.tp_group.group.size))
 
+    def divided(self, whole: Tensor) -> Tensor:
+        """This rank's rows of the activations before the first block."""
+        self.leading = tuple(whole.shape[:-1])
+        return mapped(whole, self.own, self.joined)
+
     def is_of_rank(self, values: Tensor) -> bool:
         """Whether values are a rank's rows."""
         return values.shape[:-1] == self.of_rank
@@ -174,8 +179,7 @@ def block_forward(
     """The outputs of a block; a tuple begins with the activations."""
     tp_group = stream.tp_group
     if is_first:
-        stream.leading = tuple(values.shape[:-1])
-        values = mapped(values, stream.own, stream.joined)
+        values = stream.divided(values)
     elif not stream.is_of_rank(values):
         raise UserError("parallel.sequence is true, and blocks of the model do not follow each other", BLOCKS)
     if drops or not torch.compiler.is_compiling():  # random states cannot be compiled
