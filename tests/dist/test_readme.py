@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import printed
 from tests.support.command import PROJECT, environment, events, hpctrain
 from tests.support.mpi import python, run_in_group
 
@@ -123,6 +124,24 @@ def test_every_command_of_the_landing_page(newcomer: Path) -> None:
         words[1:1] = SHORTER.get(words[0], [])  # before a program
         assert hpctrain(*words, cwd=newcomer, timeout=250, code=code, warm=warm).output
     assert events(newcomer / "runs/sharded", "run_finished")[-1]["reason"] == "completed"
+
+
+@pytest.mark.slow
+def test_commands_about_a_finished_run_in_a_project_of_init(tmp_path: Path) -> None:
+    """Those of all pages that look at runs/digits or run.yaml; what starts jobs and ranks, or waits, is only parsed."""
+    hpctrain("init", "run", cwd=tmp_path)
+    hpctrain("train", "run.yaml", "--name", "digits", "--train.epochs", 1, cwd=tmp_path, warm="torch")
+    for copy in ("a", "b", "run"):
+        shutil.copytree(tmp_path / "runs/digits", tmp_path / "runs" / copy)
+    looks = {"ckpt", "evaluate", "predict", "explain", "report", "status", "watch", "logs", "nodes"}
+    own = re.compile(r"(?:runs/(?:digits|a)|run\.yaml)$")
+    blocks = [one.lines()[0] for one in printed.of_pages() if not one.is_mention]
+    found = {tuple(words): words for words in blocks if words[0] in looks and any(map(own.match, words))}
+    assert len(found) > 12
+    for words in found.values():
+        code = 64 if "--clear" in words else 0  # n3 is not excluded
+        hpctrain(*words, cwd=tmp_path, code=code, warm="torch")
+    assert (tmp_path / "digits.safetensors").exists()
 
 
 @pytest.mark.slow

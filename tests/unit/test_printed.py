@@ -1,7 +1,9 @@
 """What pages, examples, help texts and messages print is accepted: options, keys, values, run files, extras, targets.
 
-Commands are parsed by the real parsers, and options by the real loader of run files. Blocks that take seconds are run
-as well: tests/dist/test_readme.py, test_recipes.py, test_tutorial.py and test_migrate_page.py.
+Commands are parsed by the real parsers, and options by the real loader of run files. Those of README, the landing page,
+reports, recipes, the tutorial, migrate and larger models are run as well (tests/dist/test_readme.py, test_recipes.py,
+test_tutorial.py, test_migrate_page.py), and of the other pages those that look at a finished run. The rest is only
+parsed: it needs a scheduler, hosts, GPUs, an object store or minutes, or belongs to files that the reader has.
 """
 
 from __future__ import annotations
