@@ -43,7 +43,8 @@ def show(found: Sequence[Footprint], reasons: Mapping[str, str], limit: int | No
     from rich.table import Table
 
     unit = "G" if max(one.total for one in found) >= 10 * UNITS["G"] else "M"
-    parts = [name for name in PARTS if any(getattr(one, name) for one in found)]
+    apart = ("host", "device") if any(one.offloaded for one in found) else ()
+    parts = [name for name in (*PARTS, *apart) if any(getattr(one, name) for one in found)]
     staged = ["pipeline"] if any(one.plan.pipeline > 1 for one in found) else []
     table = Table("tensor", *staged, "data", "shard", box=None, title=f"{unit}iB of a rank", title_justify="left")
     waits = ["bubble"] if staged else []
@@ -52,7 +53,7 @@ def show(found: Sequence[Footprint], reasons: Mapping[str, str], limit: int | No
     for one in found:
         plan = one.plan
         values = [f"{getattr(one, name) / UNITS[unit]:.1f}" for name in parts]
-        fits = [] if limit is None else ["yes" if one.total <= limit else "no"]
+        fits = [] if limit is None else ["yes" if one.limited <= limit else "no"]
         stages, bubbles = ([str(plan.pipeline)], [f"{one.bubble:.0%}"]) if staged else ([], [])
         table.add_row(str(plan.tensor), *stages, str(plan.data), plan.shard, *values, *fits, *bubbles)
     Console(width=WIDEST).print(table)
@@ -165,15 +166,15 @@ def run(args: argparse.Namespace) -> int:
         why = [reasons[kind] for kind in kinds if kind in reasons] if args.ranks % size == 0 else []
         what = why[0] if why else undivided(args.ranks, given.tensor, given.pipeline)
         raise UserError(what, "choose one of the plans above")
-    if memory is None or own.total <= memory:
+    if memory is None or own.limited <= memory:
         return ExitCode.DONE
     fitting = cheapest(found, memory)
-    missing = quantities.size(own.total - memory)
-    what = f"a rank of {args.run_file} needs {quantities.size(own.total)}, {missing} more than it has"
+    missing = quantities.size(own.limited - memory)
+    what = f"a rank of {args.run_file} needs {quantities.size(own.limited)}, {missing} more than it has"
     if fitting is None:
         fix = "give it more memory, a smaller batch, or train.recompute for its largest layers: no plan above fits"
         raise UserError(what, fix)
-    raise UserError(what, f"write {fitting.plan.keys}: {quantities.size(fitting.total)}")
+    raise UserError(what, f"write {fitting.plan.keys}: {quantities.size(fitting.limited)}")
 
 
 def check(config: Config, ranks: int, program: int, memory: int | None, as_json: bool) -> int:

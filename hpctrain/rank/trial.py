@@ -191,14 +191,13 @@ def estimate(
             continue
         try:
             uses = dataclasses.replace(config, parallel=ParallelConfig(tensor=tensor, shard=word)).features()
-            is_asked = word == config.parallel.shard
-            plan = Estimated(framework, state, whole, uses, data, rows, 1, accumulate, is_asked)
+            plan = Estimated(framework, state, whole, uses, data, rows, 1, accumulate, config.parallel)
             if (found := estimates[feature](plan)) is not None:
                 shards[word] = found
         except UserError as error:
             reasons[word] = error.what
     for pipeline in pipelines:
-        plan = Estimated(framework, state, whole, {}, data // pipeline, data, pipeline, accumulate, False)
+        plan = Estimated(framework, state, whole, {}, data // pipeline, data, pipeline, accumulate, config.parallel)
         with suppress(UserError):
             stages[pipeline] = of_stages.estimate(plan)
     return dataclasses.replace(whole, stages=stages, shards=shards), reasons

@@ -59,7 +59,7 @@ TORCH_PLANS: dict[str, Plan] = {
     "int8-average": {"reduce": {**INT8, "compress_after_steps": 4}, "train": {"ema_decay": 0.5, "precision": "bf16"}},
     "local": {"sync": LOCAL, "train": {**NARROW, "precision": "bf16"}},
     "fp16": {"parallel": {"shard": "optimizer"}, "train": {"precision": "fp16"}},
-    "zero2": {"parallel": {"shard": "gradients"}, "train": AVERAGED, "task": {"size": 1}},
+    "zero2": {"parallel": {"shard": "gradients", "offload": True}, "train": AVERAGED, "task": {"size": 1}},
     "tensor": {"parallel": {"tensor": 2, "shard": "optimizer"}, "task": {"cut": True}},
     "zero3": {"parallel": {"shard": "parameters"}, "train": {**AVERAGED, "precision": "bf16"}, "task": {"size": 1}},
     "pipeline": {"parallel": {"pipeline": 2, "shard": "optimizer"}, "train": NARROW},

@@ -31,7 +31,8 @@ def weighed(framework: TorchFramework, micro_batches: int) -> MemoryEstimate:
     partition = framework.parts.partition
     if not isinstance(partition, FullySharded):
         return found
-    gathered, unsummed = at_a_time(framework.model, framework.parts.compute, micro_batches, partition.keeps)
+    compute = framework.parts.compute
+    gathered, unsummed = at_a_time(framework.model, partition.layers, compute, micro_batches, partition.keeps)
     parameters, gradients = found.parameters + gathered, found.gradients + unsummed
     return dataclasses.replace(found, parameters=parameters, gradients=gradients)
 

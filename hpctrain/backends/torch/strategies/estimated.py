@@ -19,6 +19,7 @@ from hpctrain.backends.torch.torch_framework import TorchFramework
 from hpctrain.backends.torch.torch_metrics import of_torchmetrics
 from hpctrain.config.combinations import refuse
 from hpctrain.config.features import Feature, Uses, used
+from hpctrain.config.sections import ParallelConfig
 from hpctrain.train.framework import HostBatch, samples_of
 
 
@@ -42,8 +43,8 @@ class Estimated:
     """Number of pipeline stages."""
     micro_batches: int
     """Micro-batches per update."""
-    is_asked: bool
-    """Whether the run file asks for the strategy."""
+    parallel: ParallelConfig
+    """What the run file asks for."""
 
     @property
     def shares(self) -> Mapping[str, Share]:

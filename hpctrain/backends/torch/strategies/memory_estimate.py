@@ -53,6 +53,8 @@ class MemoryEstimate:
     """Copies of weights in 16 bits that autocast makes and backward passes need; of all layers."""
     late_gradients: int = 0
     """Gradients that exist only once the backward pass has begun to free activations, whose memory they take."""
+    offloaded: int = 0
+    """State that ``parallel.offload`` keeps in host memory."""
 
     @property
     def parts(self) -> dict[str, int]:
@@ -127,6 +129,8 @@ class Footprint:
     """Size on disk, of all ranks together."""
     bubble: float = 0.0
     """Fraction of a step that each stage spends waiting, if all passes take the same time."""
+    offloaded: int = 0
+    """State that ``parallel.offload`` keeps in host memory."""
 
     @property
     def total(self) -> int:
@@ -134,9 +138,24 @@ class Footprint:
         state = self.parameters + self.gradients + self.optimizer + self.averages
         return self.program + state + self.activations + self.staging
 
+    @property
+    def host(self) -> int:
+        """What is in host memory if ranks train on GPUs."""
+        return self.program + self.staging + self.offloaded
+
+    @property
+    def device(self) -> int:
+        """What is in the memory of a GPU."""
+        return self.total - self.host
+
+    @property
+    def limited(self) -> int:
+        """What has to fit: with ``parallel.offload``, which spares GPUs, their part."""
+        return self.device if self.offloaded else self.total
+
     def to_json(self) -> dict[str, Any]:
-        """All fields and the total, JSON-able."""
-        return {**asdict(self), "total": self.total}
+        """All fields, the total, and its parts on GPUs, JSON-able."""
+        return {**asdict(self), "total": self.total, "host": self.host, "device": self.device}
 
 
 def footprints(
@@ -176,6 +195,7 @@ def footprints(
             -(-model.checkpoint // ranks),
             model.checkpoint,
             bubble(pipeline, micro_batches),
+            model.offloaded,
         )
         for pipeline, tensor, shard, model in sorted(of_plans, key=lambda one: one[:2])
     ]
@@ -183,4 +203,4 @@ def footprints(
 
 def cheapest(found: Sequence[Footprint], limit: int) -> Footprint | None:
     """The first footprint that fits into a rank's memory."""
-    return next((one for one in found if one.total <= limit), None)
+    return next((one for one in found if one.limited <= limit), None)

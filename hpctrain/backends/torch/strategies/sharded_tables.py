@@ -355,7 +355,7 @@ def estimate(model: Estimated) -> MemoryEstimate | None:
     try:
         marked = tables_of(framework.model, framework.task.tensor)
     except UserError:
-        if model.is_asked:
+        if model.parallel.shard == "tables":
             raise
         return None
     optimizers = plain(framework.source.optimizer_state.every)

@@ -19,6 +19,7 @@ from hpctrain.backends.torch.process_groups import DefaultGroup
 from hpctrain.backends.torch.strategies.estimated import SavedForBackward
 from hpctrain.backends.torch.strategies.fsdp.fsdp_memory import at_a_time, in_rows
 from hpctrain.backends.torch.strategies.fsdp.fsdp_reducer import FullyShardedReducer
+from hpctrain.backends.torch.strategies.fsdp.layers import layers_of
 from hpctrain.backends.torch.strategies.fsdp.sharded_model import ShardGroups, shard_model
 from hpctrain.backends.torch.strategies.memory_estimate import MemoryEstimate, footprints
 from hpctrain.backends.torch.strategies.partition import uncut
@@ -105,7 +106,7 @@ def test_the_peak_is_within_a_tenth(shard: Any, low: torch.dtype | None, passes:
     total = sum(one.nbytes for one in model.parameters())
     whole = MemoryEstimate(total, total, 2 * total, 0, kept.num_bytes / SAMPLES, 0)
     accumulates = passes > 1
-    sizes = at_a_time(model, compute, passes, shard == "gradients")
+    sizes = at_a_time(model, layers_of(model), compute, passes, shard == "gradients")
     (plan,) = footprints({1: in_rows(whole, 0.5, *sizes, accumulates)}, 1, {1: SAMPLES}, 0)
 
     partition = shard_model(model, uncut(), two_ranks, compute, ParallelConfig(shard=shard))

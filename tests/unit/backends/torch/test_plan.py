@@ -209,6 +209,28 @@ def test_a_run_file_with_a_plan_of_its_own(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.slow
+def test_host_and_device_are_counted_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With named layers, which are gathered one by one."""
+    run = tmp_path / "run.yaml"
+    run.write_text(RUN)
+    words = ["plan", str(run), "-n", "4", "--parallel.shard", "parameters"]
+
+    def own(*more: str) -> Any:
+        assert main([*words, "--json", *more]) == 0
+        plans = json.loads(capsys.readouterr().out)["plans"]
+        return next(one for one in plans if one["plan"]["shard"] == "parameters" and one["plan"]["tensor"] == 1)
+
+    rows, offloaded = own(), own("--parallel.offload", "true")
+    assert offloaded["device"] + offloaded["host"] == offloaded["total"]
+    assert offloaded["host"] == offloaded["program"] + offloaded["staging"] + offloaded["offloaded"]
+    assert 0 < offloaded["device"] == rows["device"] - offloaded["offloaded"] < rows["device"]
+    assert own("--parallel.layers", "[Linear]")["parameters"] < rows["parameters"]
+    limited = [*words, "--memory", f"{offloaded['device'] // 1024 + 1}K"]
+    assert (main(limited), main([*limited, "--parallel.offload", "true"])) == (64, 0)
+    assert "device" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_plans_are_drawn_and_kept_for_the_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

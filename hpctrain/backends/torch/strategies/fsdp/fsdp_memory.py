@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from torch.nn import Module
 
@@ -26,17 +27,22 @@ def estimate(feature: Feature, model: Estimated) -> MemoryEstimate:
     held = sum(
         part_of_rows(len(one), 0, model.rows)[1] / len(one) * one.nbytes if one.ndim else one.nbytes for one in every
     )
-    gathered, unsummed = at_a_time(model.framework.model, model.framework.parts.compute, model.micro_batches, keeps)
+    layers = layers_of(model.framework.model, model.parallel.layers)
+    sizes = at_a_time(model.framework.model, layers, model.framework.parts.compute, model.micro_batches, keeps)
     accumulates = model.micro_batches > 1 and not keeps
-    return in_rows(model.whole, held / max(total, 1), gathered, unsummed, accumulates)
+    found = in_rows(model.whole, held / max(total, 1), *sizes, accumulates)
+    offloaded = sum(found.parts.values()) - sum(sizes) if model.parallel.offload else 0
+    return dataclasses.replace(found, offloaded=offloaded)
 
 
-def at_a_time(model: Module, compute: Compute, micro_batches: int, keeps: bool) -> tuple[int, int]:
+def at_a_time(
+    model: Module, layers: Sequence[Module], compute: Compute, micro_batches: int, keeps: bool
+) -> tuple[int, int]:
     """Bytes of parameters, and of gradients, that a rank has whole at a time; arguments as for ``in_rows``."""
     total = sum(one.nbytes for one in model.parameters())
-    layers = sorted(sum(one.nbytes for one in layer.parameters()) for layer in layers_of(model))
+    sizes = sorted(sum(one.nbytes for one in layer.parameters()) for layer in layers)
     narrow = 1 if compute.low_precision is None else 2
-    few = (total - sum(layers[:-2])) // narrow
+    few = (total - sum(sizes[:-2])) // narrow
     trained = sum(one.numel() * max(one.itemsize, 4) for one in model.parameters() if one.requires_grad)
     return total // narrow if keeps else few, trained if micro_batches > 1 and not keeps else few
 

@@ -56,6 +56,7 @@ class FullyShardedReducer(Reducer):
         self.memory = [(one, one.module.untyped_storage()) for one in partition.every]
 
     def begin_pass(self, is_last: bool) -> None:
+        self.partition.order.begin_backward()
         # Layers are freed after each backward pass, also between micro-batches: with set_reshard_after_backward(False)
         # two ranks waited for each other without end on CPUs, for a reason that has not been found.
         root, keeps = self.partition.modules[0], self.partition.keeps

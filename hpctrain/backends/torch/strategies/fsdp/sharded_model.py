@@ -104,6 +104,7 @@ class FullySharded(Partition):
         groups: the ranks over which it is sharded.
         modules: the modules that are gathered, the model first.
         every: its parameters.
+        layers: its layers.
         order: compares the order of layers in the first updates.
         keeps: whether layers stay whole until their backward pass.
     """
@@ -114,6 +115,7 @@ class FullySharded(Partition):
         groups: ShardGroups,
         modules: Sequence[FSDPModule],
         every: Sequence[Held],
+        layers: Sequence[Module],
         order: LayerOrder,
         keeps: bool,
     ) -> None:
@@ -121,7 +123,8 @@ class FullySharded(Partition):
         super().__init__(before.tp_group, before.slices, cut)
         self.update_among(groups.rows)
         self.groups, self.sync_group = groups, groups.data
-        self.modules, self.every, self.order, self.keeps = modules, every, order, keeps
+        self.modules, self.every, self.layers = modules, every, layers
+        self.order, self.keeps = order, keeps
         self.held = {one.name: one.own for one in every}
         self.places = {one.name: one.rows for one in every if one.rows is not None}
 
@@ -187,7 +190,7 @@ def shard_model(
     every = [held(name, one, before_sharding[name], before, groups) for name, one in model.named_parameters()]
     order = LayerOrder(layers, model, groups.data, waits=device.type == "cpu")
     model.register_forward_hook(functools.partial(free, modules))
-    return FullySharded(before, groups, modules, every, order, keeps)
+    return FullySharded(before, groups, modules, every, layers, order, keeps)
 
 
 def held(name: str, parameter: Parameter, whole: Parameter, before: Partition, groups: ShardGroups) -> Held:
