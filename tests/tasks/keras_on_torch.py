@@ -6,6 +6,7 @@ as its argument, those of a model that was trained there and of what reads its f
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -34,14 +35,17 @@ class NoTensorFlow(Loader):
 sys.meta_path.insert(0, NoTensorFlow())  # type: ignore[arg-type]
 
 import keras  # noqa: E402
+import torch  # noqa: E402
 from keras import layers  # noqa: E402
 
 from hpctrain import KerasTask, fit  # noqa: E402
+from hpctrain.backends.torch.keras.keras_adapter import on_torch  # noqa: E402
 from hpctrain.checkpoint.initial import load_initial  # noqa: E402
 from hpctrain.checkpoint.initial_match import WeightSource  # noqa: E402
 from hpctrain.cli import main as command  # noqa: E402
 from hpctrain.comm.world import alone  # noqa: E402
 from hpctrain.config.sections import Config, DataConfig, TrainConfig  # noqa: E402
+from hpctrain.errors import UserError  # noqa: E402
 from hpctrain.rank.problem import make_problem  # noqa: E402
 from hpctrain.rank.wiring import make_framework, make_trainer  # noqa: E402
 from hpctrain.train.clock import IntervalClock  # noqa: E402
@@ -160,6 +164,8 @@ def by_hpctrain(case: str, **settings: Any) -> tuple[keras.Model, dict[str, floa
     framework = make_framework(config, world, problem.task, clock)
     trainer = make_trainer(config, world, problem, framework, clock, [])
     metrics = trainer.fit().metrics
+    scores = [one.func for one in problem.task.metrics.values() if isinstance(one, functools.partial)]
+    assert [one.seen[0] for one in scores] == [None] * len(scores), "outputs of the last batch are free"
     model = problem.task.model.hidden[0]
     if model.optimizer.use_ema:  # fit ends with the averages
         model.optimizer.finalize_variable_values(model.trainable_variables)
@@ -214,11 +220,26 @@ class End(BaseHook):
         self.outputs = training.framework.keras_model(data()["x"]).detach().numpy()
 
 
+def require_refusals() -> None:
+    """Asserts what is said of an optimizer of PyTorch, and of a model without a weight to train."""
+    given = task("sample weights")
+    own = torch.optim.Adam(given.model.parameters())
+    given.model.trainable = False
+    for optimizer, what in ((own, "is a torch.optim.adam.Adam"), (keras.optimizers.Adam(), "no weight to train")):
+        try:
+            on_torch(replace(given, optimizer=optimizer), "fp32", data)
+        except UserError as error:
+            assert what in error.what, error.what
+        else:
+            raise AssertionError(f"not refused: {what}")
+
+
 def main() -> None:
     """Prints what all cases give."""
     if sys.argv[1:] and Path(sys.argv[1]).is_dir():
         print(json.dumps(files(Path(sys.argv[1]))))
         return
+    require_refusals()
     found: dict[str, Any] = {}
     for case in sys.argv[1:] or CASES:
         (ours, our_metrics), (theirs, metrics) = by_hpctrain(case), by_keras(case)

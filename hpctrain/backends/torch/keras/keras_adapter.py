@@ -31,6 +31,7 @@ from hpctrain.backends.torch.keras.keras_optimizer import KerasOptimizer
 from hpctrain.backends.torch.state.tensors import model_tensors
 from hpctrain.config.combinations import refusal
 from hpctrain.config.features import Feature
+from hpctrain.errors import UserError
 from hpctrain.system.user_errors import blamed, shapes
 from hpctrain.tasks.definition import KerasTask, TorchTask
 from hpctrain.tasks.meters import KerasMetric, meters_of
@@ -68,6 +69,14 @@ def on_torch(task: KerasTask, precision: str, samples: Callable[[], Mapping[str,
         raise refusal({Feature.KERAS_ON_TORCH: True, Feature.TRAIN_STEP: type(task.model).__name__})
     if lacks_weights(task.model):
         build_weights(task, samples())
+    kind = type(task.optimizer)
+    if not issubclass(kind, keras.optimizers.Optimizer):
+        raise UserError(
+            f"the model is one of Keras, and optimizer of the task is a {kind.__module__}.{kind.__name__}",
+            "give an optimizer of Keras, such as keras.optimizers.Adam(1e-3)",
+        )
+    if not task.model.trainable_variables:
+        raise UserError("the Keras model has no weight to train", "leave some layers trainable")
     features = optimizer_features(task, POLICIES[precision])
     module = KerasModule(task.model)
     metrics = dict(task.metrics)
@@ -103,19 +112,22 @@ def penalised(module: KerasModule, loss: Callable[[Any, Any], Any], outputs: Any
 
 @dataclass
 class CompiledScores:
-    """(sum, weight) of compiled metrics, computed once for a batch."""
+    """(sum, weight) of compiled metrics, computed once for a batch, and kept until each has been asked for."""
 
     loss: CompiledLoss
     seen: tuple[Any, Any] = (None, None)
-    found: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    found: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def __call__(self, name: str, outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The score of one of them."""
-        if self.seen[0] is not outputs or self.seen[1] is not batch:
+        if self.seen[0] is not outputs or self.seen[1] is not batch or name not in self.found:
             scores = self.loss.scores(outputs, batch)
             self.seen = outputs, batch
             self.found = {key: (total.clone(), weight.clone()) for key, (total, weight) in scores.items()}
-        return self.found[name]
+        score = self.found.pop(name)
+        if not self.found:
+            self.seen = None, None  # outputs may be large
+        return score
 
 
 def build_weights(task: KerasTask, samples: Mapping[str, NDArray[Any]]) -> None:

@@ -72,7 +72,8 @@ class KerasOptimizer(Optimizer):
     def build(self, parameters: list[Tensor]) -> None:
         """Makes the optimizer's variables for the parameters that it has by now."""
         self.updated = [variable_over(parameter) for parameter in parameters]
-        excluded = getattr(self.keras_optimizer, "_exclude_from_weight_decay", set())  # ids of the module's variables
+        # Keras knows them by the ids of the module's variables.
+        excluded: set[int] = getattr(self.keras_optimizer, "_exclude_from_weight_decay", set())
         pairs = zip(parameters, self.updated, strict=True)
         excluded |= {id(one) for parameter, one in pairs if id(vars(parameter)["keras_variable"]) in excluded}
         places = {flat(one.path): index for index, one in enumerate(self.updated)}
