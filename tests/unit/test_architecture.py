@@ -65,7 +65,7 @@ TOKENS: dict[str, int] = {
     "reduce": 15030,
     "train": 14466,
     "tasks": 7308,
-    "backends": 123312,
+    "backends": 123318,
     "checkpoint": 49174,
     "monitor": 32643,
     "track": 6486,

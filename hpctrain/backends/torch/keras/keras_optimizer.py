@@ -33,6 +33,9 @@ class KerasOptimizer(Optimizer):
         UserError: it is built already.
     """
 
+    __slots__ = ("rate",)
+    """Not in ``vars``, so the search for undeclared state leaves it out: it repeats what Keras' variable holds."""
+
     def __init__(self, keras_optimizer: keras.optimizers.Optimizer, module: KerasModule) -> None:
         if keras_optimizer.built:
             raise UserError(
