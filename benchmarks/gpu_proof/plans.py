@@ -12,7 +12,7 @@ from benchmarks.gpu_proof.machine import device_of
 from benchmarks.gpu_proof.rows import Figures, Setting, Skipped, require
 from benchmarks.gpu_proof.runs import OF_WEIGHTS, StopAfter, different, furthest, run_file, saved, trained
 from hpctrain import Config
-from hpctrain.backends.torch.strategies.fsdp.fsdp_strategy import REDUCES_UNUSED
+from hpctrain.backends.torch.strategies.fsdp.fsdp_strategy import OLDEST, is_too_old
 
 STEPS, BATCH, STOP_AT = 6, 8, 3
 IN_FLOAT64: dict[str, Any] = {"dtype": "float64"}
@@ -31,8 +31,8 @@ def parallel(word: str, ranks: int) -> dict[str, Any]:
 
 def row(setting: Setting) -> Figures:
     """Checks one plan; see the module."""
-    if setting.word in ("gradients", "parameters") and not REDUCES_UNUSED:
-        raise Skipped(f"parallel.shard: {setting.word} needs PyTorch 2.13, and this is {torch.__version__}")
+    if setting.word in ("gradients", "parameters") and is_too_old():
+        raise Skipped(f"parallel.shard: {setting.word} needs PyTorch {OLDEST}, and this is {torch.__version__}")
     torch.use_deterministic_algorithms(True, warn_only=True)
 
     def config(name: str) -> Config:

@@ -371,6 +371,7 @@ SET_FROM_OUTSIDE = {
     *("epilog", "overrides", "program", "extraction_filter", "_devices", "_timeout"),
     *("_value", "_shape", "keras_variable"),  # Keras variables get the tensors of a plan
     "unsharded_accumulated_grad",  # of FSDP2, which has no other way to say that a gradient is zero so far
+    "post_backward",  # of FSDP2 before PyTorch 2.13, which has no setting to sum gradients of unused parameters
     "found_inf",  # of torch's optimizers, which read it as GradScaler sets it
     *("group_name", "global_ranks_in_group"),
     *("last_backward", "batch_norm", "_moments", "embeddings", "update_step", "joint"),

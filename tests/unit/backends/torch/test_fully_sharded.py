@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.torch_version import TorchVersion
 
 from hpctrain.backends.torch.device import Compute
 from hpctrain.backends.torch.process_groups import word_of
 from hpctrain.backends.torch.strategies.fsdp import fsdp_strategy
+from hpctrain.backends.torch.strategies.fsdp.complete_sums import complete_gradients
 from hpctrain.backends.torch.strategies.fsdp.fsdp_reducer import FullyShardedReducer
 from hpctrain.backends.torch.strategies.fsdp.layers import layers_of
 from hpctrain.backends.torch.strategies.fsdp.sharded_model import ShardGroups, shard_model
@@ -95,9 +99,33 @@ def test_what_cannot_be_called_is_no_layer() -> None:
 
 
 def test_a_pytorch_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fsdp_strategy, "REDUCES_UNUSED", False)
-    with pytest.raises(UserError, match=r"PyTorch 2\.13 or newer, and this is \d"):
-        fsdp_strategy.require_torch()
+    for version, fits in [("2.9.1", False), ("2.11.0+cu130", True)]:
+        monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+        with nullcontext() if fits else pytest.raises(UserError, match=r"PyTorch 2\.11 or newer, and this is 2\.9\.1"):
+            fsdp_strategy.require_torch()
+
+
+class Unused:
+    """A parameter of FSDP2 of which only what the end of a backward pass looks at is there."""
+
+    def __init__(self, gradient: float | None, added: float | None = None, is_trained: bool = True) -> None:
+        self.sharded_param = nn.Parameter(torch.ones(1), requires_grad=is_trained)
+        self._unsharded_param = self.unsharded_param = nn.Parameter(torch.ones(2))
+        self.unsharded_param.grad = None if gradient is None else torch.full((2,), gradient)
+        self.unsharded_accumulated_grad = None if added is None else torch.full((2,), added)
+
+
+def test_parameters_that_a_pass_has_not_used_get_zeros_before_they_are_summed() -> None:
+    """As PyTorch 2.13 gives them by a setting."""
+    every = [Unused(3.0), Unused(None), Unused(None, added=2.0), Unused(None, is_trained=False)]
+    for sums in (False, True):
+        seen: list[list[float] | None] = []
+
+        def end(seen: list[list[float] | None] = seen) -> None:
+            seen += [None if (slope := one.unsharded_param.grad) is None else slope.tolist() for one in every]
+
+        complete_gradients(SimpleNamespace(reduce_grads=sums, fsdp_params=every), end)
+        assert seen == [[3.0, 3.0], [0.0, 0.0] if sums else None, None, None]
 
 
 def test_layers_that_share_a_parameter_are_left_to_the_model() -> None:

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from hpctrain.backends.torch.process_groups import DefaultGroup
 from hpctrain.backends.torch.reduce.reducer import Reducer
 from hpctrain.backends.torch.reduce.slots import Number, fill_slots, read
+from hpctrain.backends.torch.strategies.fsdp.complete_sums import complete_sums
 from hpctrain.backends.torch.strategies.fsdp.layer_order import COMPARED_UPDATES
 from hpctrain.backends.torch.strategies.fsdp.sharded_model import FullySharded, local_of
 from hpctrain.backends.torch.strategies.parameter_traits import refuse_late
@@ -120,17 +120,6 @@ class FullyShardedReducer(Reducer):
                     "change it in place, under torch.no_grad(), as clamp_ and copy_ do; or set "
                     "parallel.shard: optimizer",
                 )
-
-
-def complete_sums(modules: Sequence[FSDPModule]) -> None:
-    """Before an update's last backward pass, gives zeros to parameters that no earlier one has used: FSDP2 has added up
-    gradients in 32 bits, and takes none of 16 bits with them."""
-    for group in (group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups):
-        sums = [one.unsharded_accumulated_grad for one in group.fsdp_params]
-        known = next((one for one in sums if one is not None), None)
-        for one, added in zip(group.fsdp_params, sums, strict=True):
-            if known is not None and added is None and one.sharded_param.requires_grad:
-                one.unsharded_accumulated_grad = known.new_zeros(one.sharded_param.shape)
 
 
 @dataclass(frozen=True)

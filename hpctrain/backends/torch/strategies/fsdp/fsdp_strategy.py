@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from hpctrain.backends.torch.process_groups import DefaultGroup
 from hpctrain.backends.torch.state.optimizer import OptimizerPart, Slots
@@ -22,17 +21,21 @@ from hpctrain.config.combinations import refuse
 from hpctrain.config.features import Feature, used
 from hpctrain.errors import UserError
 
-REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
-"""Whether this PyTorch can sum gradients of parameters that some ranks have not used; without that, ranks that used
-different parameters would sum gradients of different ones."""
+OLDEST = "2.11"
+"""The oldest PyTorch whose FSDP2 is known to give the numbers of one process."""
+
+
+def is_too_old() -> bool:
+    """Whether FSDP2 needs a newer PyTorch than this."""
+    return torch.__version__ < OLDEST
 
 
 def require_torch() -> None:
     """Raises UserError if this PyTorch is too old."""
-    if not REDUCES_UNUSED:
+    if is_too_old():
         raise UserError(
-            f"parallel.shard: parameters and gradients need PyTorch 2.13 or newer, and this is {torch.__version__}",
-            "pip install 'torch>=2.13'; or set parallel.shard to optimizer",
+            f"parallel.shard: parameters and gradients need PyTorch {OLDEST} or newer, and this is {torch.__version__}",
+            f"pip install 'torch>={OLDEST}'; or set parallel.shard to optimizer",
         )
 
 

@@ -5,23 +5,27 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch.nn import Module, ModuleDict, ModuleList, ParameterDict, ParameterList, Sequential
 
 from hpctrain.errors import UserError
 
 LISTS = (ModuleList, ModuleDict, ParameterList, ParameterDict)
 """Containers, which are not called themselves, unless a subclass defines forward."""
+REFUSED = (ModuleList, ModuleDict) if torch.__version__ < "2.12" else ()
+"""Classes of which FSDP2 takes no subclass, even one that defines forward."""
 
 
 def layers_of(model: Module, classes: Sequence[str] = ()) -> list[Module]:
     """The members of the model's lists and sequences, and attributes of one module that are blocks of one class; or the
     outermost modules of the named classes.
 
-    Layers without parameters, or that share one with others, are left out: their parameters are gathered with the rest
-    of the model. Raises UserError if no module is of a named class.
+    Layers without parameters, that share one with others, or that FSDP2 refuses are left out: their parameters are
+    gathered with the rest of the model. Raises UserError if no module is of a named class.
     """
     require_classes(model, classes)
-    found = list(of_classes(model, classes) if classes else outermost(model))
+    every = of_classes(model, classes) if classes else outermost(model)
+    found = [layer for layer in every if not isinstance(layer, REFUSED)]
     below = {id(module) for layer in found for module in layer.modules()}
     users = Counter(id(one) for layer in found for one in layer.parameters())
     for module in model.modules():

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from hpctrain.backends.torch.device import Compute
+from hpctrain.backends.torch.strategies.fsdp.complete_sums import sum_unused
 from hpctrain.backends.torch.strategies.fsdp.layer_order import LayerOrder
 from hpctrain.backends.torch.strategies.fsdp.layers import layers_of
 from hpctrain.backends.torch.strategies.partition import CUT, Partition, Slices
@@ -186,7 +187,7 @@ def shard_model(
     for module in modules:
         module.set_gradient_divide_factor(1.0)  # losses are scaled to the global batch
         module.set_force_sum_reduction_for_comms(True)
-        module.set_reduce_scatter_unused_params(True)  # others may have used them
+        sum_unused(module)
     every = [held(name, one, before_sharding[name], before, groups) for name, one in model.named_parameters()]
     order = LayerOrder(layers, model, groups.data, waits=device.type == "cpu")
     model.register_forward_hook(functools.partial(free, modules))
