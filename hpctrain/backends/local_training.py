@@ -59,6 +59,13 @@ class Apart(Framework, Protocol):
     def use(self, choice: ReducerChoice) -> None:
         """Switches to the reducer of this choice, which needs no measuring. Collective."""
 
+    @property
+    def keras_model(self) -> Any:
+        """See checkpoint.initial.OfKeras."""
+
+    def begin_averages(self) -> None:
+        """See checkpoint.initial.OfKeras."""
+
 
 def covered(sizes: Sequence[int], at: slice) -> list[tuple[int, slice, slice]]:
     """What a slice of concatenated arrays of these sizes covers: (index, slice of the array, place in the slice)."""
@@ -125,6 +132,15 @@ class LocalFramework(FrameworkOfParts):
     @property
     def host(self) -> HostMemory:
         return self.framework.host
+
+    @property
+    def keras_model(self) -> Any:
+        return self.framework.keras_model
+
+    def begin_averages(self) -> None:
+        self.framework.begin_averages()
+        self.outer.settle()
+        self.outer.begin(self.framework.weights())
 
     def set_learning_rate(self, factors: Factors) -> None:
         self.framework.set_learning_rate(factors)

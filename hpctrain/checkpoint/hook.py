@@ -180,7 +180,7 @@ class CheckpointHook(BaseHook):
 
         If the run was asked to stop, time is short: a checkpoint in flight is dropped unless it is the best so far.
         """
-        step, is_requested = training.state.step, reason is StopReason.REQUESTED
+        step, is_requested = training.state.step, training.is_asked_to_stop
         self._settle(self.saver.advance(training.ballot.agreed().checkpoint))
         if is_requested and self.saved_step != step:
             self.saver.drop(self.best_steps | {step})

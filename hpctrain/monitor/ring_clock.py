@@ -46,6 +46,10 @@ class Marks(Protocol):
         """Ends it."""
 
 
+MARKS = ("mark", "mark_ahead", "end_step", "begin_wait", "end_wait")
+"""The methods of Marks."""
+
+
 class RingClock:
     """A StepClock that the node's agent can read.
 
@@ -131,8 +135,8 @@ class RingClock:
 
     def follow(self, marks: Marks) -> None:
         """Delegates what ``marks`` has to it; it writes this clock's totals."""
-        self.mark, self.mark_ahead, self.end_step = marks.mark, marks.mark_ahead, marks.end_step  # type: ignore[method-assign]
-        self.begin_wait, self.end_wait = marks.begin_wait, marks.end_wait  # type: ignore[method-assign]
+        for name in MARKS:
+            setattr(self, name, getattr(marks, name))
 
     def beat(self, phase: float) -> None:
         """Shows the agent that this rank is alive, and the phase that has ended; for Marks."""

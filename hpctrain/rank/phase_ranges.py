@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
-from hpctrain.monitor.ring_clock import RingClock
+from hpctrain.monitor.ring_clock import MARKS, RingClock
 from hpctrain.train.clock import Phase
 from hpctrain.train.watchers import Profiler
 
@@ -28,9 +28,9 @@ class PhaseProfiler:
 
     def start(self, target: Path) -> None:
         self.profiler.start(target)
-        clock = self.clock
-        self.before = SimpleNamespace(mark=clock.mark, end_step=clock.end_step, end_wait=clock.end_wait)
-        clock.follow(SimpleNamespace(mark=self.mark, end_step=clock.end_step, end_wait=clock.end_wait))
+        before = {name: getattr(self.clock, name) for name in MARKS}
+        self.before = SimpleNamespace(**before)
+        self.clock.follow(SimpleNamespace(**{**before, "mark": self.mark}))
 
     def mark(self, phase: int) -> None:
         """See StepClock."""

@@ -104,7 +104,7 @@ def repeats(words: Sequence[LastWord], before: Sequence[LastWord]) -> str:
         return ""
     full = now.error.code is earlier.error.code is Code.DISK_FULL  # its text varies with the free space
     same = full or (now.error.what, now.error.type) == (earlier.error.what, earlier.error.type)
-    own = full or now.error.code is Code.EXCEPTION
+    own = full or now.error.code in (Code.EXCEPTION, Code.NAN)
     if not same or not own or now.step != earlier.step or is_victim(now) or now.error.type == "exit":
         return ""
     return "before the first step" if now.step is None else f"at step {now.step}"

@@ -15,7 +15,8 @@ ROOT = Path("/sys/fs/cgroup")
 def cpu_quota(root: Path = ROOT) -> float | None:
     """CPU quota in cores at the mounted root, which in a container is its own group; None if there is no quota."""
     for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
-        if found := " ".join(read_text(root / name) for name in names).split():
+        found = " ".join(read_text(root / name) for name in names).split()
+        if len(found) == 2:
             quota, period = found
             return None if quota == "max" or int(quota) <= 0 else int(quota) / int(period)
     return None

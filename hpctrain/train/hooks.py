@@ -38,6 +38,8 @@ class Training:
     """The run folder, where hooks may write files."""
     tokens: int = field(default=0, kw_only=True)
     """Tokens that this rank has trained on in this attempt; 0 if nothing says what a token is."""
+    is_asked_to_stop: bool = field(default=False, kw_only=True)
+    """Whether time is short at the end, though the run may be complete."""
     evaluation: Evaluation = field(default_factory=Evaluation, kw_only=True)
     """The last evaluation in this attempt."""
     ballot: Ballot = field(init=False)

@@ -58,7 +58,8 @@ class Trainer(Training):
         """
         begin = time.monotonic()
         reason = first_reason([hook.before_fit(self) for hook in self.hooks]) or self.run_steps()
-        if reason is StopReason.REQUESTED and self.plan.is_over(self.state):
+        self.is_asked_to_stop = reason is StopReason.REQUESTED
+        if self.is_asked_to_stop and self.plan.is_over(self.state):
             reason = StopReason.COMPLETED  # the request came at the last step
         for hook in self.hooks:
             hook.after_fit(self, reason)

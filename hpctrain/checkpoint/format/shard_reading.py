@@ -86,7 +86,12 @@ def check_shard(folder: Path, shard: Shard) -> None:
         require_size(descriptor, path, shard)
         most = max((stored.block_bytes for stored in shard.pieces), default=0)
         turns = cycle([np.empty(most, np.uint8) for _ in range(PENDING + 1)])
-        check_tensors(descriptor, path, shard, lambda begin, end: next(turns)[: end - begin])
+
+        def memory(begin: int, end: int) -> NDArray[np.uint8]:
+            """Blocks that the other thread sums take turns; no small one between them may take one's turn."""
+            return next(turns)[: end - begin] if end - begin >= SHARED_BYTES else fresh(begin, end)
+
+        check_tensors(descriptor, path, shard, memory)
         check_between(descriptor, path, shard)
 
 
@@ -99,7 +104,8 @@ def check_rest(folder: Path, shard: Shard) -> None:
 
 
 def check_tensors(descriptor: int, path: Path, shard: Shard, memory: Memory) -> None:
-    """Read and verify all tensors in a file; memory may be reused after PENDING more calls of ``memory``.
+    """Read and verify all tensors in a file; memory of a block of SHARED_BYTES or more may be reused
+    after PENDING more such blocks.
 
     Raises DamagedCheckpoint, OSError.
     """
@@ -164,7 +170,8 @@ class Checks:
         """Damaged tensors, in order."""
 
     def add(self, memory: NDArray[np.uint8], expected: int, name: str) -> None:
-        """Check a block that was read. Its memory must not change until PENDING more were added."""
+        """Check a block that was read. Memory of SHARED_BYTES or more must not change until PENDING more of these were
+        added."""
         if memory.size < SHARED_BYTES:
             self._compare(crc32(memory.data), expected, name)
             return

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from hpctrain.backends.local_training import ALL, LocalFramework, covered, inner_world
 from hpctrain.backends.update import UpdateResult
+from hpctrain.checkpoint.initial import OfKeras
 from hpctrain.comm.world import World
 from hpctrain.config.sections import SyncConfig
 from hpctrain.train.state import ArrayTensor, StateTensor, TrainState
@@ -51,6 +52,11 @@ class Numbers:
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         self.numbers, self.speed = np.array(arrays["numbers"]), np.array(arrays["speed"])
 
+    keras_model = "a model"
+
+    def begin_averages(self) -> None:
+        """It has none."""
+
     def use(self, choice: Any) -> None:
         self.aim = np.random.default_rng(self.rank).normal(size=48)
 
@@ -87,6 +93,18 @@ def test_a_resume_at_any_step_ends_bit_for_bit_the_same_with_equal_weights(overl
     (first, again), (second, _) = in_threads(RANKS, work)
     np.testing.assert_array_equal(again, first)
     np.testing.assert_array_equal(second, first)
+
+
+def test_outer_weights_begin_at_those_of_a_file_that_keras_loads() -> None:
+    def work(group: ThreadGroup) -> list[NDArray[Any]]:
+        framework = trained(group, group.rank, until=0)
+        assert isinstance(framework, OfKeras) and framework.keras_model == "a model"
+        framework.framework.set_weights(np.ones(48))
+        framework.begin_averages()
+        return [framework.outer.outer]
+
+    for (outer,) in in_threads(RANKS, work):
+        np.testing.assert_array_equal(outer, np.ones(48))
 
 
 def test_with_overlap_every_part_has_landed_soon_after_a_round() -> None:

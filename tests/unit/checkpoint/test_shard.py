@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import h5py
 import numpy as np
@@ -18,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.checkpoint.checkpoint_folder import index_of
+from hpctrain.checkpoint.format import shard_reading
 from hpctrain.checkpoint.format.boxes import Box
 from hpctrain.checkpoint.format.layout import (
     ITEM_TYPES,
@@ -168,6 +171,29 @@ def test_what_is_not_finite_is_found_and_what_is_large_is_not(dtype: str, spoil:
     values[39, 3] = (np.float32(spoil).view(np.uint32) >> 16) if dtype == "bfloat16" else spoil
     assert image.first_not_finite(names) == "w"
     assert image.first_not_finite(["other", "w"]) == "other"
+
+
+class Late:
+    """An executor whose thread is as late as it can be: it computes when somebody waits for the result."""
+
+    def __init__(self, *ignored: object) -> None:
+        """Needs no threads."""
+
+    def submit(self, function: Callable[..., int], data: memoryview) -> SimpleNamespace:
+        return SimpleNamespace(result=lambda: function(data))
+
+    def shutdown(self) -> None:
+        """Has nothing to end."""
+
+
+def test_a_block_that_waits_for_its_checksum_is_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small blocks, which are summed at once, lie between large ones, which take turns in memory."""
+    image = image_of(*(TensorSpec(f"w{number}", (2 * 2**20 + 100,), "uint8") for number in range(4)))
+    shard = write(image, tmp_path / "shard-00000-of-00001.h5")
+    monkeypatch.setattr(shard_reading, "ThreadPoolExecutor", Late)
+    check_shard(tmp_path, shard)
 
 
 def test_damage_names_the_tensor_and_never_reaches_hdf5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

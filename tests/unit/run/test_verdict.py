@@ -391,6 +391,8 @@ def test_an_error_that_repeats_at_the_same_step_is_not_tried_again() -> None:
     assert verdict.reason.endswith("boom, for the second time at step 3")
     assert decide(at, [ADVANCED], 3, before=later).action is Action.REQUEUE
     assert decide(at, [ADVANCED], 3, before=[failed(1, "other", 1.0)]).action is Action.REQUEUE
+    nan = [dataclasses.replace(failed(1, "loss is nan", 1.0, code=Code.NAN), step=3)]
+    assert decide(nan, [ADVANCED], 3, before=nan).action is Action.DO_NOT_REQUEUE, "an error of the task's own"
     nowhere = [dataclasses.replace(failed(1, "boom", 1.0), step=None)]
     assert decide(nowhere, [ADVANCED], 3, before=nowhere).reason.endswith("for the second time before the first step")
     plain = [program(1, 1.0, 1, GONE)]

@@ -158,8 +158,10 @@ def test_a_hook_stops_the_run_and_all_hooks_hear_of_it() -> None:
 def test_a_stop_at_the_very_last_step_comes_too_late() -> None:
     """The run is complete, and a job that ended with 75 would be started again for nothing."""
     recorder = Recorder(stop_at=3)
-    assert make(TrainConfig(steps=3, global_batch=4), [recorder]).fit().reason is StopReason.COMPLETED
+    trainer = make(TrainConfig(steps=3, global_batch=4), [recorder])
+    assert trainer.fit().reason is StopReason.COMPLETED
     assert recorder.calls[-1] == "completed"
+    assert trainer.is_asked_to_stop  # hooks that wait for a store at the end wait briefly
 
 
 def test_going_on_from_a_state_ends_where_the_whole_run_ends() -> None:

@@ -166,8 +166,11 @@ class Trained:
         return (
             self._may_step_ahead
             and not self._is_watched
-            # SGD's first step, if skipped, leaves uninitialised momentum behind
-            and (bool(optimizer.state) or not any(group.get("momentum") for group in optimizer.param_groups))
+            # SGD's first step of a parameter, if skipped, leaves uninitialised momentum behind
+            and (
+                all(one in optimizer.state for one in self.parameters if one.requires_grad)
+                or not any(group.get("momentum") for group in optimizer.param_groups)
+            )
         )
 
     @functools.cached_property
