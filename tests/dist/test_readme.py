@@ -28,6 +28,7 @@ SHORTER = {
     "checkpoint": ["--mb", "8", "--rounds", "1", "--saves", "2"],
     "parallel": ["--contenders", "one,tensor", "--rounds", "1", "--steps", "1"],
     "recovery": ["--contenders", "hpctrain", "--rounds", "1"],
+    "under_kills": ["--contenders", "hpctrain", "--steps", "60"],
 }
 """Options added to commands that would take minutes or need a cluster."""
 EXAMPLES = {
@@ -96,6 +97,7 @@ def test_the_commands_of_the_table_of_figures(newcomer: Path) -> None:
             done = subprocess.run(command, cwd=newcomer, env=environment(), capture_output=True, text=True, timeout=250)
             assert done.returncode == 0 and done.stdout, done.stderr
             assert "recovery" not in line or "1 of 1" in done.stdout
+            assert "under_kills" not in line or done.stdout.endswith("yes\n"), "the same weights"
 
 
 def test_the_readme_is_one_screen() -> None:
