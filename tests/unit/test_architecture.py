@@ -65,7 +65,7 @@ TOKENS: dict[str, int] = {
     "reduce": 15030,
     "train": 14487,
     "tasks": 7308,
-    "backends": 123659,
+    "backends": 124180,
     "checkpoint": 49201,
     "monitor": 32636,
     "track": 6486,

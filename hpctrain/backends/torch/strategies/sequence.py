@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.func import functional_call
-from torch.nn import Linear, Module
+from torch.nn import Identity, Linear, Module
 from torch.nn.functional import linear, pad
 
-from hpctrain.backends.torch.strategies.fsdp.layers import layers_of
+from hpctrain.backends.torch.strategies.fsdp.layers import is_container, layers_of
 from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy
 from hpctrain.backends.torch.strategies.tensor import CutLayer, layers_to_cut
 from hpctrain.backends.torch.strategies.tp_group import TPGroup, exchanged, mapped, summed_backward
@@ -28,6 +28,8 @@ from hpctrain.errors import UserError
 
 OF_CHANNELS = ("BatchNorm", "GroupNorm", "InstanceNorm")
 """Parts of the names of norms that do not normalise each row by itself."""
+OF_SAMPLES = ("DropPath", "StochasticDepth", "Dropout1d", "Dropout2d", "Dropout3d", "FeatureAlphaDropout")
+"""Parts of the names of modules that drop whole samples or channels: rows are not what they take them for."""
 BLOCKS = "leave parallel.sequence out, or write blocks as x + down(up(norm(x))), with their norms before split layers"
 
 
@@ -65,7 +67,7 @@ def blocks_of(model: Module, layers: Sequence[CutLayer]) -> list[RowBlock]:
         model: the model.
         layers: its split layers.
     """
-    found = []
+    found: list[RowBlock] = []
     for module in layers_of(model):
         inside = {id(one) for one in module.modules()}
         own = [one for one in layers if id(one.layer) in inside]
@@ -76,52 +78,68 @@ def blocks_of(model: Module, layers: Sequence[CutLayer]) -> list[RowBlock]:
         raise UserError(
             "parallel.sequence is true, and no block of the model has layers split by columns and rows", BLOCKS
         )
+    require_none_between(model, found)
     return found
 
 
+def require_none_between(model: Module, blocks: Sequence[RowBlock]) -> None:
+    """Raises UserError if a module that is in no block would get rows, as the model lists its modules."""
+    named = list(model.named_modules())
+    inside = {one for block in blocks for one in block.module.modules()}
+    roots = {block.module for block in blocks}
+    places = [place for place, (_, one) in enumerate(named) if one in roots]
+    for name, one in named[places[0] : places[-1]]:
+        computes = any(True for _ in one.parameters(recurse=False)) or not any(one.children())
+        if computes and one not in inside and not is_container(one) and not isinstance(one, Identity):
+            what = f"parallel.sequence is true, and {name}, between blocks with split layers, is in none of them"
+            raise UserError(what, BLOCKS)
+
+
 def is_norm(module: Module) -> bool:
-    """Whether a module normalises each row by itself."""
-    name = type(module).__name__
-    is_of_rows = "Norm" in name and not any(other in name for other in OF_CHANNELS)
-    return is_of_rows and not any(module.children()) and all(one.ndim == 1 for one in module.parameters())
+    """Whether a module normalises each row by itself: one with buffers may take statistics over rows."""
+    is_of_rows = named_norm(module) and not any(other in type(module).__name__ for other in OF_CHANNELS)
+    return is_of_rows and not list(module.buffers()) and all(one.ndim == 1 for one in module.parameters())
+
+
+def named_norm(module: Module) -> bool:
+    """Whether a module is called a norm, and is not a block around one."""
+    return "Norm" in type(module).__name__ and not any(module.children())
+
+
+def counts_rows(module: Module) -> bool:
+    """Whether a module may compute something else with a rank's rows than with all of them."""
+    return named_norm(module) or any(other in type(module).__name__ for other in OF_SAMPLES)
 
 
 def require_rows(block: RowBlock) -> None:
-    """Raises UserError if ranks would have different gradients of a parameter, or parts of a layer's outputs."""
-    known = {id(parameter) for norm in block.norms for parameter in norm.parameters()}
+    """Raises UserError if ranks would have different gradients of a parameter, or parts of a layer's outputs, or if a
+    module would compute something else with rows. A norm of another width is one of heads, in split layers."""
+    columns = [one.layer for one in block.layers if one.word.kind == "columns"]
+    widths = {layer.in_features for layer in columns if isinstance(layer, Linear)}
+    known = {id(one) for norm in block.norms for one in norm.parameters() if one.numel() in widths}
     known |= {id(parameter) for one in block.layers for parameter in one.layer.parameters()}
     odd = next((name for name, one in block.module.named_parameters() if id(one) not in known), None)
     odd = odd or next((one.name for one in block.layers if one.word.gathers or one.word.classes), None)
+    odd = odd or next(
+        (name for name, one in block.module.named_modules() if counts_rows(one) and one not in block.norms), None
+    )
     if odd is not None:
         what = f"parallel.sequence is true, and {odd} of a {type(block.module).__name__} works on rows or gathers them"
         raise UserError(what, BLOCKS)
 
 
-class RowStream:
-    """The activations that blocks add to.
+@dataclass(frozen=True)
+class CallRows:
+    """Which rows of activations ranks have in one call of the model. Each has as many: the last ones may be zeros."""
 
-    Args:
-        tp_group: the ranks, which have equally many rows: those of the last rank may end with zeros.
-    """
-
-    def __init__(self, tp_group: TPGroup) -> None:
-        self.tp_group = tp_group
-        self.leading: tuple[int, ...] = ()
-        """The axes of whole activations before the last one."""
+    tp_group: TPGroup
+    leading: tuple[int, ...]
+    """The axes of whole activations before the last one."""
 
     @property
     def of_rank(self) -> tuple[int, ...]:
         """These axes for a rank's rows."""
         return (*(1 for _ in self.leading[1:]), -(-math.prod(self.leading) // self.tp_group.group.size))
-
-    def divided(self, whole: Tensor) -> Tensor:
-        """This rank's rows of the activations before the first block."""
-        self.leading = tuple(whole.shape[:-1])
-        return mapped(whole, self.own, self.joined)
-
-    def is_of_rank(self, values: Tensor) -> bool:
-        """Whether values are a rank's rows."""
-        return values.shape[:-1] == self.of_rank
 
     def padded(self, whole: Tensor) -> Tensor:
         """[rows of all ranks, width] of whole activations."""
@@ -145,67 +163,108 @@ class RowStream:
         return sums.view(*self.of_rank, -1)
 
 
+class RowStream:
+    """The activations that blocks add to.
+
+    Args:
+        tp_group: the ranks.
+        drops: whether the model may draw random numbers.
+    """
+
+    def __init__(self, tp_group: TPGroup, drops: bool) -> None:
+        self.tp_group, self.drops = tp_group, drops
+        self.rows = CallRows(tp_group, ())
+        """Those of the call that is computed now, or computed again."""
+
+    def use(self, rows: CallRows) -> None:
+        """Sets the rows of the call that is computed from here on."""
+        self.rows = rows
+
+    def is_of_rank(self, values: Tensor) -> bool:
+        """Whether values are a rank's rows."""
+        return values.shape[:-1] == self.rows.of_rank
+
+    def enter(self, module: Module, values: Tensor) -> None:
+        """From here on, each rank has other values, and draws different random numbers for them."""
+        self.tp_group.leave(always=False)
+        if module.training and (self.drops or not torch.compiler.is_compiling()):  # random states cannot be compiled
+            self.tp_group.enter(values.device)
+
+
 class GatheredRows(torch.autograd.Function):
     """Gathered rows as split layers take them: each rank has addends of their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, whole: Tensor, stream: RowStream) -> Tensor:
-        ctx.stream = stream
+    def forward(ctx: Any, values: Tensor, whole: Tensor, rows: CallRows) -> Tensor:
+        ctx.rows = rows
         return whole.view_as(whole)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return mapped(gradients[0], ctx.stream.scattered, ctx.stream.joined), None, None
+        return mapped(gradients[0], ctx.rows.scattered, ctx.rows.joined), None, None
 
 
 def compute_in_rows(blocks: Sequence[RowBlock], tp_group: TPGroup) -> None:
     """Makes blocks compute in rows, in place."""
-    stream = RowStream(tp_group)
+    stream = RowStream(tp_group, any(one.drops for block in blocks for one in block.layers))
     for number, block in enumerate(blocks):
         for norm in block.norms:
             norm.forward = functools.partial(norm_forward, stream, copy.copy(norm))
         for one in block.layers:
             forward = columns_forward if one.word.kind == "columns" else rows_forward
             one.layer.forward = functools.partial(forward, one, stream)
-        drops = any(one.drops for one in block.layers)
         ends = number == 0, number == len(blocks) - 1
-        block.module.forward = functools.partial(block_forward, stream, block.module.forward, drops, *ends)
+        block.module.forward = functools.partial(block_forward, stream, block.module, block.module.forward, *ends)
 
 
 def block_forward(
-    stream: RowStream, forward: Callable[..., Any], drops: bool, is_first: bool, is_last: bool, values: Tensor,
+    stream: RowStream, block: Module, forward: Callable[..., Any], is_first: bool, is_last: bool, values: Tensor,
     *more: Any, **keys: Any,
 ) -> Any:  # fmt: skip
     """The outputs of a block; a tuple begins with the activations."""
-    tp_group = stream.tp_group
     if is_first:
-        values = stream.divided(values)
+        stream.use(CallRows(stream.tp_group, tuple(values.shape[:-1])))
+        values = mapped(values, stream.rows.own, stream.rows.joined)
     elif not stream.is_of_rank(values):
         raise UserError("parallel.sequence is true, and blocks of the model do not follow each other", BLOCKS)
-    if drops or not torch.compiler.is_compiling():  # random states cannot be compiled
-        tp_group.enter(values.device)
+    stream.enter(block, values)
     found = forward(values, *more, **keys)
-    tp_group.leave(always=False)
+    stream.tp_group.leave(always=False)
+    rows, *others = found if isinstance(found, tuple) else (found,)
+    if not stream.is_of_rank(rows):
+        what = (
+            f"parallel.sequence is true, and a {type(block).__name__} returns whole activations, which a norm gathers"
+        )
+        raise UserError(what, BLOCKS)
     if not is_last:
         return found
-    rows, *others = found if isinstance(found, tuple) else (found,)
-    whole = mapped(rows, stream.joined, stream.own)
+    whole = mapped(rows, stream.rows.joined, functools.partial(begin_backward, stream, stream.rows))
     return (whole, *others) if isinstance(found, tuple) else whole
 
 
+def begin_backward(stream: RowStream, rows: CallRows, gradients: Tensor) -> Tensor:
+    """This rank's rows of the gradients of the last block's outputs. Blocks computed again from here on are of the same
+    call of the model."""
+    if not torch.compiler.is_compiling():  # graphs cannot do this in backward
+        stream.use(rows)
+    return rows.own(gradients)
+
+
 def norm_forward(stream: RowStream, norm: Module, values: Tensor) -> Tensor:
-    """Normalises rows, and gathers them. Ranks have addends of the gradients of weights, which are summed."""
+    """Normalises rows, and gathers them. Ranks have addends of the gradients of weights, which are summed. What drops
+    gathered values drops the same on all ranks."""
     weights: dict[str, Tensor] = dict(norm.named_parameters())
-    if not stream.is_of_rank(values):  # a norm inside split layers, which the first update names
+    if not stream.is_of_rank(values):  # whole ones, or heads; require_rows saw to weights
         return functional_call(norm, {}, (values,))  # type: ignore[no-any-return]
     if weights:
         flat = summed_backward(torch.cat([one.flatten() for one in weights.values()]), stream.tp_group)
         parts = flat.split([one.numel() for one in weights.values()])
         weights = {name: part.to(one.dtype) for (name, one), part in zip(weights.items(), parts, strict=True)}
-    rows: Tensor = functional_call(norm, weights, (values,))
-    whole = mapped(rows, stream.joined, stream.own)
-    inside: Tensor = GatheredRows.apply(rows, whole.detach(), stream)  # type: ignore[no-untyped-call]
+    own: Tensor = functional_call(norm, weights, (values,))
+    whole = mapped(own, stream.rows.joined, stream.rows.own)
+    inside: Tensor = GatheredRows.apply(own, whole.detach(), stream.rows)  # type: ignore[no-untyped-call]
     stream.tp_group.use_inputs(whole, inside)
+    stream.tp_group.leave(always=False)
     return whole
 
 
@@ -213,9 +272,11 @@ def columns_forward(one: CutLayer, stream: RowStream, values: Tensor) -> Tensor:
     """This rank's outputs of a ``columns`` layer."""
     layer = one.layer
     assert isinstance(layer, Linear), "layers_to_cut has seen to it"
-    if values.shape[:-1] != stream.leading:
+    if values.shape[:-1] != stream.rows.leading:
         raise UserError(f"parallel.sequence is true, and {one.name} gets rows that no norm has gathered", BLOCKS)
-    return linear(stream.tp_group.inputs(values), layer.weight, layer.bias)
+    outputs = linear(stream.tp_group.inputs(values), layer.weight, layer.bias)
+    stream.enter(layer, outputs)
+    return outputs
 
 
 def rows_forward(one: CutLayer, stream: RowStream, values: Tensor) -> Tensor:
@@ -226,5 +287,5 @@ def rows_forward(one: CutLayer, stream: RowStream, values: Tensor) -> Tensor:
     constant = None if layer.bias is None else layer.bias.detach()
     # The difference is zero. It gives the bias, which is added to rows, the gradient of all rows.
     addends = linear(values, layer.weight, None if layer.bias is None else layer.bias - constant)
-    rows = mapped(addends, stream.scattered, stream.joined)
+    rows = mapped(addends, stream.rows.scattered, stream.rows.joined)
     return rows if constant is None else rows + constant.to(rows.dtype)
