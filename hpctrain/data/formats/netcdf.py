@@ -46,9 +46,13 @@ class Meaning:
     def __str__(self) -> str:
         return f"scale_factor {self.scale}, add_offset {self.offset}" + ", _Unsigned" * self.unsigned
 
+    def gone(self, raw: NDArray[Any]) -> NDArray[np.bool_]:
+        """Which stored values mark missing ones."""
+        return np.isin(raw, np.array(self.missing, raw.dtype))
+
     def decoded(self, raw: NDArray[Any]) -> NDArray[Any]:
         """The values meant, as floats with NaN for missing ones if the array marks any."""
-        gone = np.isin(raw, self.missing)
+        gone = self.gone(raw)
         if self.unsigned:
             raw = raw.view(f"u{raw.itemsize}")
         values = raw * self.scale + self.offset if self.scale != 1 or self.offset != 0 else raw
@@ -65,11 +69,11 @@ def meaning_of(dataset: h5py.Dataset) -> Meaning:
         return Meaning()
 
     def number(name: str) -> NDArray[Any]:
-        value = np.ravel(dataset.attrs[name]) if name in dataset.attrs else np.empty(0)
+        value = np.ravel(dataset.attrs.get(name, ()))
         return value if value.dtype.kind in "iuf" else np.empty(0)
 
     scale, offset = number("scale_factor"), number("add_offset")
-    marks = np.concatenate([number("_FillValue"), number("missing_value")]).astype(dtype)
+    marks = np.concatenate([number(name).astype(dtype) for name in ("_FillValue", "missing_value")])
     unsigned = dtype.kind == "i" and str(np.ravel(dataset.attrs.get("_Unsigned", ""))[0]).lower() in ("true", "b'true'")
     missing = tuple(np.unique(marks[marks == marks]).tolist())
     return Meaning(scale[0] if len(scale) else 1, offset[0] if len(offset) else 0, missing, unsigned)
@@ -94,7 +98,7 @@ class MeantArray:
         raw = self.array.take(indices)
         if self.decodes:
             return self.meaning.decoded(raw)
-        gone = np.isin(raw, self.meaning.missing)
+        gone = self.meaning.gone(raw)
         if gone.any():
             row = int(np.argwhere(gone)[0][0])
             raise UserError(

@@ -63,6 +63,12 @@ def test_missing_values_are_refused_where_they_are_met(tmp_path: Path) -> None:
     assert np.isnan(read(floats)[1])  # as xarray writes all floats: NaN marks itself
 
 
+@pytest.mark.parametrize("mark", [np.int64(-(2**63) + 2), np.uint64(2**64 - 2)])  # the default marks of netCDF
+def test_whole_numbers_beyond_what_floats_hold_mark_missing_values(tmp_path: Path, mark: Any) -> None:
+    values = np.array([mark, mark + 1, 1], mark.dtype)
+    assert np.isnan(read(stored(tmp_path / "a.h5", values, _FillValue=mark), decode="netcdf")).tolist() == [1, 0, 0]
+
+
 def test_unsigned_integers_of_netcdf_3_are_not_read_as_signed(tmp_path: Path) -> None:
     path = stored(tmp_path / "a.h5", np.array([-1, 1], np.int8), _Unsigned="true")
     with pytest.raises(UserError, match="_Unsigned"):
