@@ -291,7 +291,9 @@ class Saver:
         self.thread.submit(int).result()
 
     def close(self) -> None:
-        """End the thread after its queued work; a checkpoint in flight stays uncommitted."""
+        """End the thread after its queued work; a checkpoint in flight is not written further, and stays uncommitted."""
+        if self.job:
+            self.job.dropped.set()
         self.thread.shutdown(wait=True)
 
     def _start(self, job: SaveJob) -> None:

@@ -230,6 +230,19 @@ def test_a_stop_request_does_not_cost_the_best_one(tmp_path: Path) -> None:
     assert run.said("checkpoint_saved") == [1, 3, 5] and best_steps(run.store) == {3}
 
 
+def test_an_error_does_not_wait_until_what_is_in_flight_is_written(tmp_path: Path) -> None:
+    run = Run(tmp_path, every_steps=4)
+    free = held(run)
+
+    def fail() -> None:
+        Timer(0.5, free.set).start()
+        raise RunFailed("it breaks", "repair it")
+
+    with pytest.raises(RunFailed, match="it breaks"):
+        run.attempt(Interrupt(5, fail))
+    assert [shard.stat().st_size for shard in tmp_path.glob("*/shard-*")] == [0]
+
+
 def test_saves_that_fail_are_told_by_their_number_and_tried_again_before_they_are_due(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
