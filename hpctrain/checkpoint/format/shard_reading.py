@@ -235,7 +235,7 @@ class ShardFiles:
                 piece.read_part(wanted, out, self.recent)
             self.checks.finish(path)
         except (OSError, MemoryError) as error:
-            self.checks.close()
+            self.close()  # so that a retry opens the files again: a file server's handles may be stale
             raise judged(error, path) from error
 
     def read_whole(self, shard: Shard, stored: StoredPiece) -> NDArray[Any]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -103,6 +104,19 @@ def test_a_file_that_the_server_denies_but_lists_is_not_missing(
 ) -> None:
     server = FileServer(errno.ENOENT, f"{NEWEST}/{SHARD}", "open").install(monkeypatch)
     assert resumed_step(store) == 2 and server.failed == 1
+
+
+def test_a_stale_handle_is_opened_again(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    with store.opened(2) as loaded:
+        assert loaded.arrays["model/weight"][0, 0] == 2  # the file stays open
+        server, really_open = FileServer(errno.ESTALE, SHARD, "preadv", times=math.inf).install(monkeypatch), os.open
+
+        def open_again(*given: Any) -> int:
+            server.left = 0
+            return really_open(*given)
+
+        monkeypatch.setattr(os, "open", open_again)
+        assert loaded.arrays["model/weight"][0, 0] == 2 and server.failed == 1
 
 
 def test_what_may_not_be_read_is_the_users_to_solve_and_said_at_once(
