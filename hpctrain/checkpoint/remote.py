@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hpctrain.checkpoint.format.durable_files import make_durable_folder
+from hpctrain.checkpoint.format.durable_files import is_absent, make_durable_folder
 from hpctrain.checkpoint.format.layout import MANIFEST_FILE, UnreadableCheckpoint
 from hpctrain.checkpoint.format.strict_json import JsonReader, parse_json, to_json
 from hpctrain.checkpoint.objects import ObjectFolder
@@ -227,7 +227,8 @@ class Remote(CheckpointPlace):
         if job and agreed.store.finished:
             if not agreed.store.sound:
                 error = job.future.exception()
-                self.problem = error.what if isinstance(error, HpctrainError) else self.problem
+                if error and not isinstance(error, Gone):
+                    self.problem = error.what if isinstance(error, HpctrainError) else repr(error)
                 self.job = None
             elif job.stage == 0:
                 job.stage, job.future = 1, self._spawn(self._commit, job)
@@ -307,8 +308,10 @@ class Remote(CheckpointPlace):
 
     def _shards(self, job: Sending) -> dict[str, Path]:
         """Local shard files by object name."""
-        names = sorted(set(os.listdir(job.folder)) - {MANIFEST_FILE}) if job.folder else ()
-        return {f"{self._name(job)}/{name}": Path(job.folder or "", name) for name in names}
+        if not (folder := job.folder):
+            return {}
+        names = self._patiently(partial(os.listdir, folder), folder)
+        return {f"{self._name(job)}/{name}": folder / name for name in sorted(names) if name != MANIFEST_FILE}
 
     def _commit(self, job: Sending) -> int:
         """On rank 0: take over the store if necessary, and upload the manifest; returns the checkpoint's bytes."""
@@ -318,9 +321,10 @@ class Remote(CheckpointPlace):
         if not job.folder:
             return 0
         shards = self._shards(job)
+        sizes = self._patiently(lambda: {name: path.stat().st_size for name, path in shards.items()}, job.folder)
         while True:
             there = self._patiently(partial(look, self.objects))
-            missing = [name for name, path in shards.items() if there.sizes.get(name) != path.stat().st_size]
+            missing = [name for name in shards if there.sizes.get(name) != sizes[name]]
             if not missing:
                 break
             for name in missing:  # upload again what is missing or incomplete
@@ -328,26 +332,26 @@ class Remote(CheckpointPlace):
             if self.stopped.wait(FIRST_PAUSE_S):  # listings may lag behind uploads
                 raise Gone
         self._patiently(partial(self._require_place, there))
-        manifest = (job.folder / MANIFEST_FILE).read_bytes()
+        manifest = self._patiently((job.folder / MANIFEST_FILE).read_bytes, job.folder)
         name = f"{self._name(job)}/{MANIFEST_FILE}"
         if not self._patiently(partial(self.objects.create, name, manifest)):
             raise Replaced(f"{self.objects.url}/{name} was made by another process")
         with suppress(HpctrainError, OSError):  # retried after the next upload
             self._clear(there, job.step)
-        return sum(there.sizes[name] for name in shards) + len(manifest)
+        return sum(sizes.values()) + len(manifest)
 
     def _claim(self) -> None:
         """Take over the store, unless already done."""
         while not self.number:
             there = self._patiently(partial(look, self.objects))
             self._patiently(self.fence)
-            counting = {} if self._is_begun_again() else there.folders
+            counting = {} if self._patiently(self._is_begun_again) else there.folders
             older = [folder for step, folder in counting.items() if step <= self.older]
             data = to_json({"token": self.token, "older": older})
             if self._patiently(partial(self.objects.create, claim_name(there.number + 1), data)):
+                if self._patiently(self._is_begun_again):
+                    self._patiently(partial(write_atomically, self._mark, CLAIMED))
                 self.number = there.number + 1
-                if self._is_begun_again():
-                    write_atomically(self._mark, CLAIMED)
 
     @property
     def _mark(self) -> Path:
@@ -383,7 +387,7 @@ class Remote(CheckpointPlace):
             self.objects.remove([name for name in files if not name.endswith(f"/{MANIFEST_FILE}")])
 
     def _patiently(self, work: Callable[[], T], path: Path | None = None) -> T:
-        """Retry until ``work`` succeeds. Raises Gone if the run ends first or the file is gone; Replaced propagates."""
+        """Retry until ``work`` succeeds. Raises Gone if the run ends first or ``path`` is gone; Replaced propagates."""
         pause_s = FIRST_PAUSE_S
         while True:
             try:
@@ -393,7 +397,7 @@ class Remote(CheckpointPlace):
             except Replaced:
                 raise
             except (HpctrainError, OSError) as error:
-                if path and not path.exists():
+                if path and is_absent(path):
                     raise Gone from error
                 self.problem = error.what if isinstance(error, HpctrainError) else str(error)
             if self.stopped.wait(pause_s * random.uniform(0.5, 1.0)):

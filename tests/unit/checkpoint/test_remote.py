@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import subprocess
@@ -31,6 +32,7 @@ from hpctrain.run.events import CheckpointStored, Resumed, StoreAway
 from hpctrain.system import object_store as object_store_module
 from hpctrain.train.hooks import BaseHook, Hook, StopReason
 from hpctrain.train.loop import Trainer
+from tests.support.faults import FileServer
 from tests.support.object_store import REFUSALS, ObjectStore
 from tests.support.thread_groups import ThreadGroup, in_threads
 from tests.unit.checkpoint.test_hook import Counter, Interrupt, Run
@@ -150,6 +152,15 @@ def test_a_store_that_fails_three_calls_of_ten_loses_nothing(
     assert there.resumed() == (32, "store")
     object_store.fail("", 0)
     assert there.steps() == [33, 40, 42]
+
+
+def test_a_file_server_that_fails_twice_while_a_checkpoint_is_sent_costs_nothing(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = FileServer(errno.ESTALE, "step-000000008", "listdir", times=2).install(monkeypatch)
+    monkeypatch.setattr(remote_module, "FIRST_PAUSE_S", 0.001)
+    site.attempt(steps=16)
+    assert server.failed == 2 and site.steps() == [8, 16]
 
 
 @pytest.mark.parametrize("how", ["expired", "busy", "skewed"])
