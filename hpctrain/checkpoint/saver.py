@@ -291,7 +291,7 @@ class Saver:
         self.thread.submit(int).result()
 
     def close(self) -> None:
-        """End the thread after its queued work; a checkpoint in flight is not written further, and stays uncommitted."""
+        """End the thread after its queued work. A checkpoint in flight is not written further; it stays uncommitted."""
         if self.job:
             self.job.dropped.set()
         self.thread.shutdown(wait=True)

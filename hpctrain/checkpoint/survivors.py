@@ -18,14 +18,14 @@ import numpy as np
 
 from hpctrain.checkpoint.checkpoint_folder import index_of
 from hpctrain.checkpoint.format import manifest as manifest_file
-from hpctrain.checkpoint.format.durable_files import created, open_regular, read_at, write_at, write_durably
+from hpctrain.checkpoint.format.durable_files import created, open_regular, read_at, write_at
 from hpctrain.checkpoint.format.layout import MANIFEST_FILE, DamagedCheckpoint, shard_file
 from hpctrain.checkpoint.snapshots import HEAD_FILE, shards_here
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.system import cgroups, shared_memory
-from hpctrain.system.files import make_private
+from hpctrain.system.files import make_private, write_atomically
 
 PIECE_BYTES = 16 << 20
 """Size of the buffer for transfers on each node."""
@@ -125,14 +125,13 @@ def exchange(snapshot: Snapshot, firsts: Group) -> str | None:
 def make_folder(folder: Path, head: bytes, shard_texts: Sequence[bytes]) -> None:
     """Create a snapshot's folder and write its manifest, before all shards are there.
 
-    Raises DamagedCheckpoint, OSError.
+    Raises DamagedCheckpoint, OSError, RunFailed.
     """
     data = manifest_file.with_shards(head, str(folder / HEAD_FILE), shard_texts)
     make_private(folder.parent.parent)
     folder.mkdir(0o700, parents=True, exist_ok=True)
     for name, content in ((HEAD_FILE, head), (MANIFEST_FILE, data)):
-        (folder / name).unlink(missing_ok=True)
-        write_durably(folder / name, content, 0o600)
+        write_atomically(folder / name, content, mode=0o600)  # without its head, a snapshot is lost
 
 
 def require_room(folder: Path, needed: int) -> None:

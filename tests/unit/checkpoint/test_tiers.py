@@ -23,18 +23,19 @@ from hpctrain.checkpoint import policy as policy_module
 from hpctrain.checkpoint import replica, survivors
 from hpctrain.checkpoint import saver as saver_module
 from hpctrain.checkpoint import snapshots as snapshots_module
-from hpctrain.checkpoint.snapshots import PREFIX, STAGING, SnapshotStore, shards_here
+from hpctrain.checkpoint.snapshots import HEAD_FILE, PREFIX, STAGING, SnapshotStore, shards_here
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.tiers import Tiers, open_tiers
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World, alone
 from hpctrain.config.sections import CheckpointConfig, TierConfig, TiersConfig
-from hpctrain.errors import Replaced
+from hpctrain.errors import Replaced, RunFailed
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.events import Resumed
 from hpctrain.run.folder import RunDir
 from hpctrain.train.hooks import BaseHook, Hook, StopReason
 from hpctrain.train.loop import Trainer
+from tests.support.faults import FileServer
 from tests.support.mpi import PATIENCE_S
 from tests.support.thread_groups import ThreadGroup, in_threads
 from tests.unit.checkpoint.test_hook import Counter, Interrupt, Run
@@ -130,6 +131,17 @@ def test_a_lost_rank_resumes_from_memory_and_nothing_stays(node: Node) -> None:
     assert node.resumed() == [(last, "memory")]
     assert last + 1 in node.run.said("checkpoint_saved"), "the run folder gets what only the node had"
     assert list(node.memory.iterdir()) == []
+
+
+def test_a_resume_that_fails_while_it_completes_a_snapshot_leaves_it(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.loses_a_rank(5)
+    before = snapshots(node.home, 0)
+    with monkeypatch.context() as patched, suppress(RunFailed, OSError):
+        FileServer(errno.ENOSPC, HEAD_FILE, "open").install(patched)
+        survivors.make_folder(before[0], (before[0] / HEAD_FILE).read_bytes(), [])
+    assert snapshots(node.home, 0) == before
 
 
 def test_the_memory_tier_is_tried_before_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
