@@ -73,8 +73,8 @@ class CheckpointHook(BaseHook):
     saved_step: int | None = field(default=None, init=False)
     """Step of the newest checkpoint in the run folder."""
     preparations: int = field(default=0, init=False)
-    best_steps: set[int] = field(default_factory=set, init=False)
-    """Checkpoints in flight that were the best when they began."""
+    best_steps: dict[int, float | None] = field(default_factory=dict, init=False)
+    """Checkpoints in flight that were the best when they began, and the watched metric there."""
     best_saved: set[int] = field(default_factory=set, init=False)
     """The best of the run folder."""
 
@@ -183,7 +183,7 @@ class CheckpointHook(BaseHook):
         step, is_requested = training.state.step, training.is_asked_to_stop
         self._settle(self.saver.advance(training.ballot.agreed().checkpoint))
         if is_requested and self.saved_step != step:
-            self.saver.drop(self.best_steps | {step})
+            self.saver.drop({*self.best_steps, step})
         self._finish()
         if self.saved_step != step:
             self._begin(training)
@@ -210,7 +210,7 @@ class CheckpointHook(BaseHook):
             verify_replicated(self.store.group, tensors, synchronize, step)
         self.saver.begin(tensors, step, meta, synchronize)
         if self.schedule.is_best:
-            self.best_steps.add(step)
+            self.best_steps[step] = self.schedule.best
         self.schedule.begun(begin)
 
     def _settle(self, outcome: SaveResult | None) -> Any:
@@ -218,15 +218,18 @@ class CheckpointHook(BaseHook):
         if outcome is None or outcome.is_dropped:
             return outcome
         step, path = outcome.step, str(outcome.path)
+        is_best, best = step in self.best_steps, self.best_steps.get(step)
+        self.best_steps = {other: value for other, value in self.best_steps.items() if other > step}
         if outcome.error:
             failures = self.schedule.failed()
+            if is_best and not self.best_steps:
+                self.schedule.best = self.schedule.best_saved
             failed = events.CheckpointFailed(step=step, path=path, error=outcome.error, failures=failures)
             self.reporter.report([failed])
             return outcome.path_or_raise() if outcome.is_final else outcome
         self.saved_step = step
-        if step in self.best_steps:
-            self.best_saved = {step}
-            self.best_steps = {other for other in self.best_steps if other > step}
+        if is_best:
+            self.best_saved, self.schedule.best_saved = {step}, best
         stall_s, write_s = self.schedule.saved(outcome.write_s).stall_s, outcome.write_s
         saved = events.CheckpointSaved(step=step, path=path, bytes=outcome.num_bytes, stall_s=stall_s, write_s=write_s)
         self.reporter.report([saved])

@@ -25,6 +25,8 @@ class SaveSchedule:
         self.policy, self.config = policy, config
         self.best: float | None = None
         """Best value of the watched metric."""
+        self.best_saved: float | None = None
+        """The best of those saved, on which others must improve if the save of a better one fails."""
         self.is_best = False
         """Whether the current state has that value, and is not being saved yet."""
         self.is_due = False
@@ -91,4 +93,4 @@ class SaveSchedule:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the best value, unless it is of a different metric or mode."""
         if (saved["metric"], saved["mode"]) == (self.config.best_metric, self.config.best_mode):
-            self.best = saved["best"]
+            self.best = self.best_saved = saved["best"]

@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -176,6 +177,19 @@ def test_the_best_one_is_kept(tmp_path: Path) -> None:
     assert run.store.steps() == [3, 9]
     with pytest.raises(UserError, match="'accuracy', which the task does not report"):
         Run(tmp_path / "other", best_metric="accuracy").attempt(losses=losses)
+
+
+def test_after_a_best_one_that_could_not_be_saved_the_next_best_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, interval="none", best_metric="loss", mode="sync")
+    fill, free = (
+        Interrupt(step, partial(monkeypatch.setattr, saver_module, "LEAST_SPARE_BYTES", spare))
+        for step, spare in ((3, 1 << 60), (4, 0))
+    )
+    run.attempt(fill, free, losses=dict(enumerate([9, 5, 4, 2, 3, 3.5, 9])), steps=6)
+    assert run.said("checkpoint_failed") == [3]
+    assert run.said("checkpoint_saved") == [1, 2, 4, 6] and best_steps(run.store) == {4}
 
 
 class HeldDisk(CheckpointStore):
