@@ -229,7 +229,8 @@ def converted(array: NDArray[Any], dtype: str, wanted: str) -> NDArray[Any]:
         array = (array.astype(np.uint32) << 16).view(np.float32)
     if wanted == "bfloat16":
         bits = array.astype(np.float32).view(np.uint32)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)  # to nearest, ties to even; NaN excepted
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # ties to even
+        return np.where(np.isnan(array), 0x7FC0, nearest).astype(np.uint16)
     return array.astype(ITEM_TYPES[wanted])
 
 

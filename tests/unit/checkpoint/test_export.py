@@ -314,6 +314,11 @@ def test_no_match_at_all_is_an_error(digits: Any, tmp_path: Path) -> None:
         load_initial(WeightSource(str(tmp_path / "other.safetensors")), digits[1])
 
 
+def test_no_nan_becomes_a_number_in_bfloat16() -> None:
+    array = np.array([0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000, 0x7F800001], np.uint32).view(np.float32)  # CUDA's comes first
+    assert np.isnan(converted(converted(array, "float32", "bfloat16"), "bfloat16", "float32")).all()
+
+
 @given(st.floats(width=32, allow_nan=False))
 def test_conversion_to_bfloat16_rounds_as_torch_does(value: float) -> None:
     array = np.array([value], np.float32)

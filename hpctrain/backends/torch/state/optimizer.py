@@ -279,8 +279,7 @@ class OptimizerState:
             for full in arrays:
                 kind, _, key = full.removeprefix(f"optimizer/{name}").rpartition("/")
                 if kind == f"{NUMBER}/{index}":
-                    number = arrays[full]
-                    group[key] = type(group[key])(number) if key in group else number.item()
+                    group[key] = arrays[full].item()
                 elif kind == f"/{index}":
                     device = group[key].device if key in group else group["params"][0].device
                     group[key] = tensor_of(arrays[full]).to(device)

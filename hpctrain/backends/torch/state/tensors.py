@@ -263,7 +263,7 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 
     A change of one element always changes it: multiplication by an odd number is a bijection modulo 2^64.
     """
-    words = tensor.detach().contiguous().view(-1).view(WORDS[tensor.dtype.itemsize])
+    words = tensor.detach().contiguous().view(-1).view(WORDS[min(tensor.dtype.itemsize, 8)])
     factors = torch.arange(min(CHUNK, len(words)), device=tensor.device).mul_(GOLDEN).bitwise_or_(1)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for part in words.split(CHUNK):

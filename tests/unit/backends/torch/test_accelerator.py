@@ -94,7 +94,9 @@ def test_a_driver_that_is_too_old_is_told(without: list[Gpu], monkeypatch: pytes
     assert "driver may be older" in error.value.fix
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex128]
+)
 def test_a_fingerprint_changes_with_any_bit_and_any_order(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpctrain.backends.torch.state.tensors.CHUNK", 4)  # several chunks
     values = (torch.arange(10) % 7).to(dtype)

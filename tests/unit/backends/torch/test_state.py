@@ -302,23 +302,26 @@ def test_ranks_of_different_nccl_hosts_may_share_a_gpu(monkeypatch: pytest.Monke
 
 
 class Mixed(torch.optim.Optimizer):
-    """Second moments in a type of their own and a count in the group: as AnyPrecisionAdamW and Prodigy have."""
+    """Second moments in a type of their own, a count and numbers that change their type in the group."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__(model.parameters(), {"lr": 0.05, "count": 0})
+        super().__init__(model.parameters(), {"lr": 0.05, "count": 0, "weight": 0, "last": None})
         self.dtype = dtype
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             group["count"] += 1
+            group["weight"] += 0.3
+            group["last"] = group["count"] / 2
             for parameter in group["params"]:
                 slots = self.state[parameter]
                 slots.setdefault("square", torch.zeros_like(parameter, dtype=self.dtype))
                 slots.setdefault("seen", torch.zeros((), dtype=torch.int64))
                 slots["square"].add_((parameter.grad**2).to(self.dtype))
                 slots["seen"] += 1
-                parameter.sub_(group["lr"] / group["count"] * parameter.grad / (slots["square"].float().sqrt() + 1e-3))
+                scale = group["lr"] / group["weight"]
+                parameter.sub_(scale * parameter.grad / (slots["square"].float().sqrt() + 1e-3))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
