@@ -218,19 +218,17 @@ class CheckpointHook(BaseHook):
         if outcome is None or outcome.is_dropped:
             return outcome
         step, path = outcome.step, str(outcome.path)
-        is_best, best = step in self.best_steps, self.best_steps.get(step)
+        best = self.best_steps.get(step)
         self.best_steps = {other: value for other, value in self.best_steps.items() if other > step}
         if outcome.error:
-            failures = self.schedule.failed()
-            if is_best and not self.best_steps:
-                self.schedule.best = self.schedule.best_saved
+            failures = self.schedule.failed(loses_best=best is not None and not self.best_steps)
             failed = events.CheckpointFailed(step=step, path=path, error=outcome.error, failures=failures)
             self.reporter.report([failed])
             return outcome.path_or_raise() if outcome.is_final else outcome
         self.saved_step = step
-        if is_best:
-            self.best_saved, self.schedule.best_saved = {step}, best
-        stall_s, write_s = self.schedule.saved(outcome.write_s).stall_s, outcome.write_s
+        if best is not None:
+            self.best_saved = {step}
+        stall_s, write_s = self.schedule.saved(outcome.write_s, best).stall_s, outcome.write_s
         saved = events.CheckpointSaved(step=step, path=path, bytes=outcome.num_bytes, stall_s=stall_s, write_s=write_s)
         self.reporter.report([saved])
         for place in self.places:

@@ -72,15 +72,17 @@ class SaveSchedule:
         self.last_s = time.monotonic()
         self.stall_s = self.last_s - begin
 
-    def failed(self) -> int:
-        """A save has failed; returns how many have, in a row."""
+    def failed(self, loses_best: bool) -> int:
+        """A save has failed, perhaps that of the best state; returns how many have, in a row."""
+        self.best = self.best_saved if loses_best else self.best
         self.failures += 1
         self.last_s = time.monotonic()
         return self.failures
 
-    def saved(self, write_s: float) -> Cost:
-        """A save has succeeded; returns its cost."""
+    def saved(self, write_s: float, best: float | None) -> Cost:
+        """A save has succeeded, and with it, if it was the best, this value; returns its cost."""
         self.failures = 0
+        self.best_saved = self.best_saved if best is None else best
         self.cost = Cost(write_s if self.config.mode == "sync" else self.stall_s, write_s)
         return self.cost
 
