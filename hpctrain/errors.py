@@ -193,13 +193,29 @@ def foreign_errors(ours: Callable[[Exception], HpctrainError]) -> Iterator[None]
         raise ours(error) from error
 
 
+FILE_SERVER = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+"""Errors of files whose server does not answer."""
+
+
+def is_away(error: BaseException) -> bool:
+    """Whether a file server does not answer at the moment."""
+    return isinstance(error, OSError) and error.errno in FILE_SERVER
+
+
+def refusal(error: Exception, what: str, fix: str) -> HpctrainError:
+    """A UserError because of an error; a RunFailed if a file server does not answer, which running again may cure."""
+    if is_away(error):
+        return RunFailed(what, "see whether the file server answers, then run the same command again")
+    return UserError(what, fix)
+
+
 @contextlib.contextmanager
 def file_errors(what: str, fix: str) -> Iterator[None]:
-    """Errors of the file system in the body become UserErrors: ``what``, and the system's reason."""
+    """Errors of the file system in the body become a ``refusal``: ``what``, and the system's reason."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"{what}: {error.strerror or error}", fix) from error
+        raise refusal(error, f"{what}: {error.strerror or error}", fix) from error
 
 
 GENERAL = (Code.EXCEPTION, Code.USER_ERROR)

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.errors import UserError, foreign_errors
+from hpctrain.errors import UserError, foreign_errors, refusal
 
 Samples = dict[str, NDArray[Any]]
 """Arrays by field name, with the samples along the first axis. A ragged field, whose samples differ in shape, is an
@@ -266,5 +266,5 @@ def with_place(error: BaseException) -> str:
 
 
 def users_code(what: str, fix: str) -> AbstractContextManager[None]:
-    """Context manager for calls into user code: errors become UserErrors with ``what``, the error and its origin."""
-    return foreign_errors(lambda error: UserError(f"{what}: {with_place(error)}", fix))
+    """Context manager for calls into user code: errors become a ``refusal`` with ``what``, the error and its origin."""
+    return foreign_errors(lambda error: refusal(error, f"{what}: {with_place(error)}", fix))

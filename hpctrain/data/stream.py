@@ -21,7 +21,7 @@ from hpctrain.data.global_generators import GlobalGenerators, states
 from hpctrain.data.order import first_draw, part_of
 from hpctrain.data.pipeline import Batch, prefetched
 from hpctrain.data.samples import Recipe, Sample, batch_of, named
-from hpctrain.errors import UserError, foreign_errors
+from hpctrain.errors import HpctrainError, UserError, foreign_errors, refusal
 
 UNKNOWN_LENGTH = 2**62
 """Stands for the number of batches in an epoch, which is unknown until the epoch ends."""
@@ -74,8 +74,8 @@ class Stream:
         """Raw items from the current position, skipping the first ``skip``; ``sample`` decodes them."""
         number, kind = skip, type(self.source).__name__
 
-        def failed(error: Exception) -> UserError:
-            return UserError(f"{kind} failed after sample {number}: {with_place(error)}", "correct the stream")
+        def failed(error: Exception) -> HpctrainError:
+            return refusal(error, f"{kind} failed after sample {number}: {with_place(error)}", "correct the stream")
 
         with foreign_errors(failed):
             for each in self.without(skip):

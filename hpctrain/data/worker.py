@@ -23,14 +23,14 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.dataset import ArrayDataset, Dataset, from_arrays, ragged_rows, with_place
+from hpctrain.data.dataset import ArrayDataset, Dataset, from_arrays, ragged_rows, users_code
 from hpctrain.data.formats.records import RecordDataset
 from hpctrain.data.formats.sources import CalledDataset, ConcatDataset, open_dataset
 from hpctrain.data.formats.table_dataset import TableDataset
 from hpctrain.data.object_reference import Describer, Rebuilder, Unsuited
 from hpctrain.data.order import Drawn
 from hpctrain.data.samples import Recipe, make_batch
-from hpctrain.errors import GENERAL, Code, HpctrainError, UserError, code_of
+from hpctrain.errors import HpctrainError, UserError, code_of
 from hpctrain.system.shared_memory import AnonymousMemory
 
 RAGGED, SHAPES = "ragged/", "shapes/"
@@ -245,20 +245,17 @@ def answers(lines: BinaryIO, payload: AnonymousMemory, results: list[AnonymousMe
     """Where each request's samples are in shared memory; ends with an error after the first failure, also in set-up."""
     turns = itertools.cycle(results)
     try:
-        setup = json.loads(lines.readline())
-        sys.path[:] = setup["path"]  # to find the user's functions; hpctrain's modules are imported already
-        dataset = reopen(setup["dataset"], payload)
-        recipe = recipe_of(setup["recipe"])
-        for line in lines:
-            request = json.loads(line)
-            drawn = Drawn(request["epoch"], *(np.array(request[name], np.int64) for name in ("ids", "repeats")))
-            yield {"arrays": next(turns).put(make_batch(dataset, recipe, drawn))}
+        with users_code("a data worker failed", "correct the dataset, the transform or collate"):
+            setup = json.loads(lines.readline())
+            sys.path[:] = setup["path"]  # to find the user's functions; hpctrain's modules are imported already
+            dataset = reopen(setup["dataset"], payload)
+            recipe = recipe_of(setup["recipe"])
+            for line in lines:
+                request = json.loads(line)
+                drawn = Drawn(request["epoch"], *(np.array(request[name], np.int64) for name in ("ids", "repeats")))
+                yield {"arrays": next(turns).put(make_batch(dataset, recipe, drawn))}
     except HpctrainError as error:
-        yield {"what": error.what, "fix": error.fix, "code": code_of(error)}
-    except Exception as error:
-        what = f"a data worker failed: {with_place(error)}"
-        code = Code.USER_ERROR if code_of(error) in GENERAL else code_of(error)
-        yield {"what": what, "fix": "correct the dataset, the transform or collate", "code": code}
+        yield {"what": error.what, "fix": error.fix, "code": code_of(error), "passes": not isinstance(error, UserError)}
 
 
 if __name__ == "__main__":

@@ -79,7 +79,8 @@ class Worker:
             raise self._death(f"made samples {ids[:4].tolist()}{' and others' if len(ids) > 4 else ''}")
         answer = json.loads(line)
         if "what" in answer:
-            raise UserError(answer["what"], answer["fix"], Code.read(answer["code"]))
+            kind = RunFailed if answer["passes"] else UserError
+            raise kind(answer["what"], answer["fix"], Code.read(answer["code"]))
         return {name: array.copy() for name, array in memory.views(answer["arrays"]).items()}
 
     def _death(self, during: str) -> RunFailed:

@@ -56,12 +56,12 @@ ROOMS: dict[str, str] = {
 permission."""
 
 TOKENS: dict[str, int] = {
-    "errors": 942,
+    "errors": 1020,
     "system": 13368,
     "config": 12699,
     "comm": 6109,
     "run": 26174,
-    "data": 44137,
+    "data": 44167,
     "reduce": 15030,
     "train": 14487,
     "tasks": 7308,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from hpctrain.errors import HpctrainError, RunFailed, UserError
+from hpctrain.errors import HpctrainError, RunFailed, UserError, is_away
 from hpctrain.system.retry import retried, retry
 
 T = TypeVar("T")
@@ -24,8 +23,6 @@ PASSES = re.compile(
 """What libraries say of faults that pass. They share no class of errors."""
 EXPIRED = re.compile(r"expired", re.I)
 DENIED = re.compile(r"denied|forbidden|unauthori[sz]ed|\b40[13]\b|credential|signature|access key", re.I)
-FILE_SERVER = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
-"""Errors of files whose server does not answer."""
 
 
 class StoreDown(RunFailed):
@@ -44,9 +41,8 @@ def noticing(where: str, remote: bool) -> Iterator[None]:
         if remote and EXPIRED.search(text):
             what = f"the credentials for {where} have expired: {text}"
             raise UserError(what, "renew them (such as: aws sso login), then start the run again") from error
-        by_server = isinstance(error, OSError) and error.errno in FILE_SERVER
         of_store = remote and not DENIED.search(text) and (isinstance(error, OSError) or PASSES.search(text))
-        if not by_server and not of_store:
+        if not is_away(error) and not of_store:
             raise
         fix = "see whether the store can be reached from the nodes, then start the run again: it resumes"
         raise StoreDown(f"{where} does not answer: {text}", fix) from error

@@ -20,7 +20,7 @@ from types import TracebackType
 import h5py
 
 from hpctrain.data.formats.hdf5_arrays import MappedArray
-from hpctrain.errors import UserError
+from hpctrain.errors import UserError, refusal
 
 MOST_HOPS = 16
 """Limit on the length of a chain of links, the same as the library's."""
@@ -225,7 +225,7 @@ def look_at(path: Path, leading: str = "") -> None:
     except FileNotFoundError as error:
         raise UserError(f"{leading}{path} does not exist", "correct its path, as the compute nodes see it") from error
     except OSError as error:
-        raise UserError(f"{leading}{path} cannot be opened: {error}", remedy(error)) from error
+        raise refusal(error, f"{leading}{path} cannot be opened: {error}", remedy(error)) from error
     if stat.S_ISDIR(mode):
         raise UserError(f"{leading}{path} is a folder", f"name its files with a pattern: {path}/*.h5")
     fix = "copy what it gives into a file"
@@ -238,7 +238,7 @@ def open_file(path: Path) -> h5py.File:
         if h5py.is_hdf5(path):
             return open_unlocked(path)
     except OSError as error:
-        raise UserError(f"{path} cannot be opened: {error}", remedy(error)) from error
+        raise refusal(error, f"{path} cannot be opened: {error}", remedy(error)) from error
     fix = "hpctrain data pack makes one of .npz, .npy, CSV, Parquet and images"
     raise UserError(f"{path} is not an HDF5 file", fix)
 
@@ -270,6 +270,6 @@ def asking(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error}", remedy(error)) from error
+        raise refusal(error, f"{path} cannot be read: {error}", remedy(error)) from error
     except (RuntimeError, KeyError, ValueError, TypeError) as error:
         raise UserError(f"{path} cannot be read: {error}", "it is damaged: copy it, or make it, again") from error

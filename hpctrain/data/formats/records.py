@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
 import tarfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,8 +16,9 @@ from numpy.typing import NDArray
 
 from hpctrain.data.casting import is_exact
 from hpctrain.data.dataset import Field, Samples, check_field, choose, content_fingerprint, users_code
+from hpctrain.data.formats.away import noticing, patiently
 from hpctrain.data.samples import Sample, named, stack
-from hpctrain.errors import UserError, file_errors, requires
+from hpctrain.errors import UserError, file_errors, refusal, requires
 
 Decode = Callable[[dict[str, Any]], Any]
 """decode(record) returns a sample, a dict or tuple of arrays. The record is a JSON object, a tar record's files by
@@ -125,19 +125,18 @@ class UnchangedFile:
     def _look(status: os.stat_result) -> tuple[int, int]:
         return status.st_size, status.st_mtime_ns
 
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[io.FileIO]:
-        """Open for reading; raises UserError if the file has changed or cannot be read."""
-        fix = "make the file readable on every node"
-        with file_errors(f"{self.path} cannot be read", fix), open(self.path, "rb", buffering=0) as file:
-            if self._look(os.fstat(file.fileno())) != self.seen:
-                raise UserError(f"{self.path} has changed since the run opened it", "do not change data during a run")
-            yield file
-
     def read(self, parts: list[tuple[int, int]]) -> list[bytes]:
-        """Read the bytes at each (offset, length)."""
-        with self.opened() as file:
-            return [os.pread(file.fileno(), length, offset) for offset, length in parts]
+        """Read the bytes at each (offset, length); raises UserError if the file has changed or cannot be read."""
+
+        def read() -> list[bytes]:
+            with noticing(str(self.path), remote=False), open(self.path, "rb", buffering=0) as file:
+                if self._look(os.fstat(file.fileno())) != self.seen:
+                    what = f"{self.path} has changed since the run opened it"
+                    raise UserError(what, "do not change data during a run")
+                return [os.pread(file.fileno(), length, offset) for offset, length in parts]
+
+        with file_errors(f"{self.path} cannot be read", "make the file readable on every node"):
+            return patiently(read)
 
 
 BLOCK_BYTES = 16 * 2**20
@@ -204,7 +203,7 @@ class TarShard:
             self.samples = index_of(path)
         except (OSError, tarfile.TarError) as error:
             fix = "give tars without compression"
-            raise UserError(f"{path} is not a tar file, or is damaged: {error}", fix) from error
+            raise refusal(error, f"{path} is not a tar file, or is damaged: {error}", fix) from error
 
     def __len__(self) -> int:
         return len(self.samples)

@@ -44,6 +44,10 @@ def fill_disk(sample, rng):
     raise OSError(errno.ENOSPC, "no room")
 
 
+def lose_server(sample, rng):
+    raise OSError(errno.ESTALE, "no server")
+
+
 def die(sample, rng):
     if sample["y"] == 17:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -188,10 +192,12 @@ def test_an_error_names_the_sample() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_of_a_worker_has_the_code_that_the_same_error_of_the_rank_has(workers: int) -> None:
+def test_an_error_of_a_worker_is_of_the_kind_of_the_same_error_of_the_rank(workers: int) -> None:
     with pytest.raises(UserError, match="no room") as caught:
         take(20, workers, fill_disk)
     assert code_of(caught.value) is Code.DISK_FULL
+    with pytest.raises(RunFailed, match="no server"):  # not the user's mistake: the run is started again
+        take(20, workers, lose_server)
 
 
 @pytest.mark.parametrize(("transform", "how"), [(die, "was killed by SIGKILL"), (leave, "ended with exit code 3")])

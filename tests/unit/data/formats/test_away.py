@@ -1,13 +1,20 @@
 """Which errors of a store pass, and how long readers wait for it."""
 
 import errno
+import math
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import h5py
+import numpy as np
 import pytest
 
 from hpctrain.data.formats import away
 from hpctrain.data.formats.away import StoreDown, noticing, patient, patiently
+from hpctrain.data.formats.sources import open_dataset
 from hpctrain.errors import UserError
+from tests.support.faults import FileServer
 
 
 class LibraryError(Exception):
@@ -48,6 +55,38 @@ def test_a_file_server_may_be_away_too() -> None:
         raise OSError(errno.ESTALE, "Stale file handle")
     with pytest.raises(OSError, match="Permission"), noticing("/scratch/x", remote=False):
         raise OSError(errno.EACCES, "Permission denied")
+
+
+class Away:
+    """An HDF5 array whose server does not answer once."""
+
+    def __init__(self, array: h5py.Dataset) -> None:
+        self.array, self.shape, self.chunks, self.reads = array, array.shape, array.chunks, 0
+
+    def __getitem__(self, rows: slice) -> Any:
+        self.reads += 1
+        if self.reads == 1:
+            raise OSError(errno.EIO, "Can't read data")
+        return self.array[rows]
+
+
+def test_a_file_server_that_is_away_for_a_moment_costs_a_run_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(away, "PAUSES_S", (0.001,))
+    (tmp_path / "a.jsonl").write_text('{"x": 1}\n{"x": 2}\n')
+    lines = open_dataset(tmp_path / "a.jsonl")
+    server = FileServer(errno.ESTALE, "a.jsonl", "pread").install(monkeypatch)
+    assert lines.read(np.arange(2))["x"].tolist() == [1, 2] and server.failed == 1
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", data=[1, 2], chunks=(1,))
+    blocks: Any = open_dataset(tmp_path / "a.h5")
+    reader = blocks.readers["x"]
+    reader.dataset = Away(reader.dataset)
+    assert blocks.read(np.arange(2))["x"].tolist() == [1, 2] and reader.dataset.reads == 2
+    server.left = math.inf
+    with pytest.raises(StoreDown, match=r"a\.jsonl does not answer: .*Stale"):
+        lines.read(np.arange(2))
 
 
 def test_expired_credentials_are_named() -> None:
