@@ -133,6 +133,10 @@ class RunFailed(HpctrainError):
     """The run broke in a way that running again may cure: exit code 70."""
 
 
+class StoreDown(RunFailed):
+    """A store or file server does not answer at the moment."""
+
+
 class NoRequeue(HpctrainError):
     """The run broke in a way that running again will not cure: exit code 76."""
 
@@ -203,9 +207,9 @@ def is_away(error: BaseException) -> bool:
 
 
 def refusal(error: Exception, what: str, fix: str) -> HpctrainError:
-    """A UserError because of an error; a RunFailed if a file server does not answer, which running again may cure."""
+    """A UserError because of an error; StoreDown if a file server does not answer, which running again may cure."""
     if is_away(error):
-        return RunFailed(what, "see whether the file server answers, then run the same command again")
+        return StoreDown(what, "see whether the file server answers, then run the same command again")
     return UserError(what, fix)
 
 

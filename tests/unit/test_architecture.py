@@ -56,12 +56,12 @@ ROOMS: dict[str, str] = {
 permission."""
 
 TOKENS: dict[str, int] = {
-    "errors": 1020,
+    "errors": 1026,
     "system": 13368,
     "config": 12699,
     "comm": 6109,
     "run": 26174,
-    "data": 44167,
+    "data": 44198,
     "reduce": 15030,
     "train": 14487,
     "tasks": 7308,

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from hpctrain.errors import HpctrainError, RunFailed, UserError, is_away
+from hpctrain.errors import HpctrainError, StoreDown, UserError, is_away
 from hpctrain.system.retry import retried, retry
 
 T = TypeVar("T")
@@ -23,10 +23,6 @@ PASSES = re.compile(
 """What libraries say of faults that pass. They share no class of errors."""
 EXPIRED = re.compile(r"expired", re.I)
 DENIED = re.compile(r"denied|forbidden|unauthori[sz]ed|\b40[13]\b|credential|signature|access key", re.I)
-
-
-class StoreDown(RunFailed):
-    """A store or file server does not answer at the moment."""
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from hpctrain.data.dataset import (
     from_arrays,
     is_ordered,
 )
+from hpctrain.data.formats.away import patiently
 from hpctrain.data.formats.block_cache import BlockCache
 from hpctrain.data.formats.records import JsonLines, Records, TarShard, open_records
 from hpctrain.data.formats.table_dataset import open_table_dataset
@@ -162,13 +163,15 @@ def open_files(
         opened = [open_table(*found) for found in tables if found is not None]
         parts = [open_table_dataset(table, names, cache, ragged, decode) for table in opened]
     elif records[0] is not None:
-        parts = [open_records(records[0](Path(path)), decode, names, ragged) for path in paths]
+        indexed = [patiently(functools.partial(records[0], Path(path))) for path in paths]
+        parts = [open_records(each, decode, names, ragged) for each in indexed]
     else:
         from hpctrain.data.formats.hdf5 import open_hdf5
 
         if decode not in (None, NETCDF):
             raise UserError(f"{paths[0]} is read as HDF5, whose arrays no function decodes", "leave decode out")
-        parts = [open_hdf5(Path(path), names, cache, outside, NETCDF if decode else None) for path in paths]
+        how = names, cache, outside, NETCDF if decode else None
+        parts = [patiently(functools.partial(open_hdf5, Path(path), *how)) for path in paths]
     return concatenate(parts, [str(path) for path in paths])
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from hpctrain.data.formats import away
-from hpctrain.data.formats.away import StoreDown, noticing, patient, patiently
+from hpctrain.data.formats.away import noticing, patient, patiently
 from hpctrain.data.formats.sources import open_dataset
-from hpctrain.errors import UserError
+from hpctrain.errors import StoreDown, UserError
 from tests.support.faults import FileServer
 
 
@@ -80,7 +80,9 @@ def test_a_file_server_that_is_away_for_a_moment_costs_a_run_nothing(
     assert lines.read(np.arange(2))["x"].tolist() == [1, 2] and server.failed == 1
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("x", data=[1, 2], chunks=(1,))
+    server_of_h5 = FileServer(errno.EIO, "a.h5", "open").install(monkeypatch)
     blocks: Any = open_dataset(tmp_path / "a.h5")
+    assert server_of_h5.failed == 1
     reader = blocks.readers["x"]
     reader.dataset = Away(reader.dataset)
     assert blocks.read(np.arange(2))["x"].tolist() == [1, 2] and reader.dataset.reads == 2
