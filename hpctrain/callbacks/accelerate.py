@@ -24,7 +24,14 @@ class SaveOnStop:
         self.accelerator, self.folder, self.every_steps = accelerator, Path(folder), every_steps
 
     def resume(self) -> int:
-        """Loads the newest checkpoint and returns its step; 0 if there is none. Collective."""
+        """Loads the newest checkpoint and returns its step; 0 if there is none. Collective.
+
+        What saves left that were killed half-way is removed.
+        """
+        if self.accelerator.is_main_process:
+            for partial in self.folder.glob("partial-*"):
+                shutil.rmtree(partial, ignore_errors=True)
+        self.accelerator.wait_for_everyone()  # before anyone saves
         step = max(self.steps(), default=0)
         if step:
             self.accelerator.load_state(str(self.folder / f"step-{step}"))
@@ -47,12 +54,11 @@ class SaveOnStop:
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process and step not in older:
             partial.rename(whole)
-            cut_off = [f"partial-{one}" for one in self.steps("partial") if one < step]
-            for name in [*(f"step-{one}" for one in older), *cut_off]:
-                shutil.rmtree(self.folder / name, ignore_errors=True)
+            for one in older:
+                shutil.rmtree(self.folder / f"step-{one}", ignore_errors=True)
         checkpoint_saved(step)
 
-    def steps(self, kind: str = "step") -> list[int]:
-        """Returns the steps of complete checkpoints, or of ``partial`` ones, whose save was cut off."""
-        names = [path.name.removeprefix(f"{kind}-") for path in self.folder.glob(f"{kind}-*")]
+    def steps(self) -> list[int]:
+        """Returns the steps of complete checkpoints."""
+        names = [path.name.removeprefix("step-") for path in self.folder.glob("step-*")]
         return [int(name) for name in names if name.isdecimal()]

@@ -54,11 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export = actions.add_parser("export", help="write a checkpoint's weights for other programs")
     for action in (ls, verify, inspect, export):
         action.add_argument("path", help=PATH_HELP)
-    for action in (verify, inspect, export):
-        action.add_argument("--step", type=step, help="a step or best; by default the newest (verify: all)")
+    for action, default in ((verify, "all"), (inspect, "the newest"), (export, "the newest")):
+        action.add_argument("--step", type=step, help=f"a step or best; by default {default}")
     inspect.add_argument("--name", default="", help="only tensors below this name, such as model")
     diff.add_argument("first", help=PATH_HELP)
-    diff.add_argument("second", help="likewise")
+    diff.add_argument("second", help="the second checkpoint, in the same form")
     add = export.add_argument
     add("-o", "--output", required=True, metavar="FILE", help=f"output file: {', '.join(SUFFIXES)}")
     add("--trainable-only", action="store_true", help="only what was trained: an adapter without its base")

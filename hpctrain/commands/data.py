@@ -55,14 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--version", type=int, metavar="N", help="Delta: the table's version; by default the newest")
     add("--snapshot", type=int, metavar="ID", help="Iceberg: the table's snapshot; by default the newest")
     add("--catalog", metavar="NAME", help="Iceberg: where SRC (namespace.table) is, as pyiceberg names it")
-    add("--columns", metavar="A,B", help="take these columns, an array each: as --field A --field B")
+    add("--columns", metavar="A,B", help="columns to take, one array each; short for --field A --field B")
     add(
         "--filter",
         action="append",
         default=[],
         metavar="CONDITION",
-        help="tables: leave out rows that do not meet this, such as 'age >= 30', 'split == train' or 'day in 3,4'; "
-        "several must all be met",
+        help="tables: keep only rows that match, such as 'age >= 30', 'split == train' or 'day in 3,4'; "
+        "repeat to require several conditions",
     )
     add(
         "--dtype",

@@ -66,7 +66,7 @@ def load(
             lines.pop(key, None)
     for key, winner in giving_way(in_file, values):
         del values[key]
-        tell(f"--{winner} takes the place of {key} in {path}")
+        tell(f"--{winner} overrides {key} in {path}")
     if accepted:
         values["checkpoint.accept"] = accepted
     try:

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import re
 import textwrap
 import typing
 from collections.abc import Iterator, Sequence
@@ -70,13 +71,23 @@ def reference() -> str:
 
 
 def help_text(words: Sequence[str] = (), width: int = 100) -> str:
-    """The keys whose name or meaning has all of ``words``, with type, default and meaning; empty if there are none."""
-    lines = []
+    """The keys whose name or meaning has all of ``words``, with type, default and meaning; empty if there are none.
+
+    Each must begin a word or a part of a name: "allreduce" does not have ``lr``. If no key has all of them so, they may
+    stand anywhere.
+    """
+    texts = {}
     for (name, key), meaning in zip(keys().items(), meanings(), strict=True):
         default = "required" if key.default is None else f"default {key.default}"
-        text = f"{meaning.replace('``', '')} ({in_words(key.kind)}; {default})"
-        if all(word.lower() in f"{name} {text}".lower() for word in words):
-            lines += [name, *textwrap.wrap(text, width, initial_indent=" " * 8, subsequent_indent=" " * 8)]
+        texts[name] = f"{meaning.replace('``', '')} ({in_words(key.kind)}; {default})"
+    for begin in (r"(?<![a-z0-9])", ""):
+        wanted = [re.compile(begin + re.escape(word.lower())) for word in words]
+        found = [name for name in texts if all(one.search(f"{name} {texts[name]}".lower()) for one in wanted)]
+        if found:
+            break
+    lines = []
+    for name in found:
+        lines += [name, *textwrap.wrap(texts[name], width, initial_indent=" " * 8, subsequent_indent=" " * 8)]
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -132,7 +132,7 @@ class OptimizerConfig(Section, key="optimizer"):
     nesterov: bool | None = None
     """sgd: Nesterov's momentum."""
     betas: tuple[float, ...] = ()
-    """The adam family: decay of the averages of gradients and of their squares, such as [0.9, 0.95]."""
+    """Adam family: decay rates of the moving averages of the gradient and its square, such as [0.9, 0.95]."""
     rho: NotNegative | None = None
     """rmsprop, adadelta: decay of the average of squared gradients (alpha of PyTorch's RMSprop)."""
     eps: NotNegative | None = None
@@ -199,7 +199,7 @@ class ScheduleConfig(Section, key="schedule"):
     warmup_epochs: Annotated[float, Range(least=0, most=MOST_EPOCHS)] | None = None
     """The same, in epochs."""
     final_factor: NotNegative = 0.0
-    """Final factor of the decaying kinds (of the step after the last), of each cycle of restarts, and of plateau."""
+    """Factor reached at the end: of decaying schedules, of each cycle of restarts, and of plateau."""
     power: AboveZero = 2.0
     """Exponent of polynomial."""
     step_epochs: tuple[int, ...] = ()

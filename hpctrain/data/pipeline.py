@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import queue
 import threading
@@ -204,7 +205,7 @@ def prefetched(source: Generator[T, None, None], depth: int) -> Generator[T, Non
     """Yield the items of ``source`` in order; a thread prepares up to ``depth`` of them ahead of the consumer.
 
     The thread starts when the first item is requested, and its errors are raised in the consumer. Closing the generator
-    waits until the thread has finished its current item, then closes the source.
+    waits until the thread has finished its current item, then closes the source; so does the exit of the interpreter.
     """
     if depth == 0:
         yield from source
@@ -220,8 +221,15 @@ def prefetched(source: Generator[T, None, None], depth: int) -> Generator[T, Non
         except BaseException as error:  # including StopIteration, which ends the consumer
             ready.put(Failed(error))
 
+    def stop() -> None:
+        stopped.set()
+        room.release()
+        thread.join()
+        source.close()
+
     thread = threading.Thread(target=run, name="hpctrain-prefetch", daemon=True)
     thread.start()
+    atexit.register(stop)  # later, the interpreter ends daemon threads in the middle of the source
     try:
         while True:
             item = ready.get()
@@ -232,7 +240,5 @@ def prefetched(source: Generator[T, None, None], depth: int) -> Generator[T, Non
             yield item
             room.release()
     finally:
-        stopped.set()
-        room.release()
-        thread.join()
-        source.close()
+        atexit.unregister(stop)
+        stop()

@@ -279,7 +279,7 @@ def checked(wheel: Path) -> Iterator[Path]:
 def require_trusted(wheel: Path, status: os.stat_result, user: int) -> None:
     """Raises UserError unless only the user or root can have written a file."""
     if status.st_uid not in (user, 0):
-        raise UserError(f"{wheel} belongs to {_name(status.st_uid)}, who could have put anything into it", BUILD_OWN)
+        raise UserError(f"{wheel} belongs to another user ({_name(status.st_uid)}), so it is not installed", BUILD_OWN)
     if status.st_mode & BY_OTHERS:
         fix = f"if you know that it is sound: chmod go-w {wheel}; else {BUILD_OWN}"
         raise UserError(f"{wheel} may be written by others", fix)

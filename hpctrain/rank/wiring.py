@@ -175,7 +175,8 @@ def make_hooks(
     # Stateful hooks come after the checkpoint hook, which restores their state.
     yield from (*stateful, *profile, MonitorHook(monitor), RecoveryNote(run_dir, writer.append))
     all_sinks: list[Sink] = []
-    yield EventsHook(writer, monitor.clock, config.track.every_steps, all_sinks)  # closes the sinks
+    events = EventsHook(writer, monitor.clock, config.track.every_steps, all_sinks, lambda: session.signals.insisted)
+    yield events  # closes the sinks
     if world.rank == 0:
         all_sinks += make_sinks(config.track, run_dir, config.name)
         all_sinks += sinks

@@ -23,8 +23,6 @@ from hpctrain.run.verdict import RunVerdict
 
 DATA_BOUND = 0.2
 """Fraction of the time spent waiting for data above which a run is data-bound."""
-MEASURED_S = 10.0
-"""Shortest training in seconds for which these fractions are meaningful."""
 EXCHANGE_BOUND = 0.3
 """Fraction of the time spent exchanging gradients above which a run is exchange-bound."""
 REHEARSED = ("to_device", "forward", "backward", "exchange")
@@ -299,10 +297,9 @@ def _spells(data: RunHistory) -> list[tuple[events.Straggler, int | None]]:
 
 def phases(data: RunHistory) -> list[Explanation]:
     """Findings about time not spent computing."""
-    share = phase_share(data) or {}
-    if sum(float(series.value.sum()) for series in data.phases.values()) < MEASURED_S:
+    if data.run.account.is_short:
         return []
-    found = []
+    share, found = phase_share(data) or {}, []
     if share.get("data", 0) > DATA_BOUND:
         advice = "raise data.workers or data.prefetch_batches, or pack the data contiguously with hpctrain data pack"
         title = f"{share['data']:.0%} of the time is spent waiting for data"
@@ -327,6 +324,8 @@ def exchanges(data: RunHistory) -> list[Explanation]:
     name = data.run.reducer.get("reducer")
     seconds = data.run.reducer.get("seconds")
     trial_s = seconds.get(name) if isinstance(seconds, dict) else None
+    if data.run.account.is_short:
+        return found
     if isinstance(trial_s, float) and step > PROMISED * trial_s > 0 and exchange > step - trial_s:
         title = f"a step takes {step:.2g} s, of which the exchange {exchange:.2g} s; trial steps took {trial_s:.2g} s"
         advice = f"compare {name} with others by hpctrain bench step; resumes keep it unless reduce.kind names another"

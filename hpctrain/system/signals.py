@@ -67,6 +67,11 @@ class StopSignals:
         """Number of the first signal received; 0 if there was none."""
         return self.received[0] if self.received else 0
 
+    @property
+    def insisted(self) -> bool:
+        """Whether Ctrl-C was pressed twice."""
+        return self.received.count(signal.SIGINT) > 1
+
     @contextlib.contextmanager
     def interrupting(self) -> Iterator[None]:
         """In the body, a signal raises ``Interrupted``, also one received earlier; main thread only."""
@@ -102,7 +107,7 @@ class InterruptibleStopSignals(StopSignals):
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         super()._note(number, frame)
-        if self.received.count(signal.SIGINT) > 1:
+        if self.insisted:
             raise KeyboardInterrupt
 
 

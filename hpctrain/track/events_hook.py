@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from threading import Thread
 from typing import Protocol
 
 from hpctrain.errors import RunFailed
@@ -25,6 +25,8 @@ from hpctrain.train.schedule import first_factor
 
 TOKENS = "count/tokens"
 """Name of a rank's tokens among an interval's sums."""
+HASTE_S = 2.0
+"""Longest wait for sinks that close if someone waits for the end of the process."""
 
 
 class SecondsByPhase(Protocol):
@@ -45,12 +47,19 @@ class EventsHook(BaseHook):
         clock: provides the seconds of each phase.
         every_steps: length of an interval in steps.
         sinks: receive the same events; on rank 0.
+        in_haste: whether someone waits for the end of the process.
     """
 
     def __init__(
-        self, writer: EventWriter, clock: SecondsByPhase, every_steps: int, sinks: Sequence[Sink] = ()
+        self,
+        writer: EventWriter,
+        clock: SecondsByPhase,
+        every_steps: int,
+        sinks: Sequence[Sink] = (),
+        in_haste: Callable[[], bool] = lambda: False,
     ) -> None:
         self.writer = writer
+        self.in_haste = in_haste
         self.clock = clock
         self.every_steps = every_steps
         self.sinks = sinks
@@ -117,11 +126,17 @@ class EventsHook(BaseHook):
 
     def close(self) -> None:
         self.writer.close()
-        with ThreadPoolExecutor(max(1, len(self.sinks))) as at_once:
-            closing = [at_once.submit(sink.close) for sink in self.sinks]
-        for closed in closing:
-            with suppress(OSError):
-                closed.result()
+        closing = [Thread(target=self.close_sink, args=(sink,), daemon=True) for sink in self.sinks]
+        for thread in closing:
+            thread.start()
+        latest = time.monotonic() + HASTE_S if self.in_haste() else None
+        for thread in closing:
+            thread.join(None if latest is None else max(latest - time.monotonic(), 0))
+
+    def close_sink(self, sink: Sink) -> None:
+        """Closes one sink; body of a thread that does not outlive the process."""
+        with suppress(OSError):
+            sink.close()
 
     def start(self, training: Training) -> None:
         """Emits ``run_started``, dated to the start of the attempt's training."""

@@ -229,5 +229,5 @@ def main(name: str, make: Callable[[RunDir, str, str], Follower]) -> int:
     except Exception as error:  # the library refuses the store: the sink reports it
         Follower(name, RunDir(Path(folder)), uri).note_problem(error)
         return 1
-    foreign_text.show(f"{name} is there after {time.monotonic() - begin:.1f} s")
+    foreign_text.show(f"connected to {name} after {time.monotonic() - begin:.1f} s")
     return 0 if follow(follower, stdin_closes) else 1

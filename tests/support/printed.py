@@ -94,6 +94,24 @@ def of_pages() -> Iterator[Printed]:
                 yield Printed(place(path, prose(text), code.start()), words[found.start() :])
 
 
+def programs_of_pages() -> dict[str, list[tuple[str, str]]]:
+    """Place and content of each Python block, by page."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for path in PAGES:
+        text = path.read_text(encoding="utf-8")
+        for language, content, start in blocks(text):
+            if language == "python":
+                found.setdefault(str(path.relative_to(ROOT)), []).append((place(path, text, start), content))
+    return found
+
+
+def write_wave() -> None:
+    """Writes README's task and run file to the current folder."""
+    found = {language: content for language, content, _ in blocks((ROOT / "README.md").read_text(encoding="utf-8"))}
+    Path("wave.py").write_text(found["python"])
+    Path("wave.yaml").write_text(found["yaml"])
+
+
 def without_comment(line: str) -> str:
     """The line up to a comment of the shell."""
     return re.split(r"\s#\s", f" {line}", maxsplit=1)[0].strip()

@@ -412,7 +412,7 @@ class Judge:
             True,
             False,
             ranks=tuple(window.ranks[silent].tolist()),
-            note="these ranks mark no exchange, so their waiting cannot be distinguished from their work",
+            note="the program does not mark its gradient exchange on these ranks, so no verdict is possible",
         )
 
     def condition(

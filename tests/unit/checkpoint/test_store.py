@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,14 +67,6 @@ def test_a_rank_may_hold_several_parts_of_a_tensor(store: CheckpointStore) -> No
     found: dict[str, dict[str, np.ndarray]] = {}
     exec(example.partition("assert")[0], found)  # noqa: S102  a program of ours, from the docs
     np.testing.assert_array_equal(found["arrays"]["model/qkv"], whole)
-
-
-@pytest.mark.slow
-def test_the_examples_of_the_docs_run(tmp_path: Path) -> None:
-    examples = re.findall(r"```python\n(.*?)```", DOCS, flags=re.DOTALL)
-    assert len(examples) == 4
-    for example in examples:
-        subprocess.run([sys.executable, "-c", example], cwd=tmp_path, check=True, timeout=60)
 
 
 def test_steps_count_up_by_themselves(store: CheckpointStore) -> None:

@@ -319,7 +319,7 @@ def test_a_user_takes_nothing_that_a_third_one_put_into_a_shared_folder(tmp_path
     os.chown(wheel, SOMEBODY, SOMEBODY)
     assert taken(wheel) == ["False", "taken"], "the user's own"
     os.chown(wheel, 12345, 12345)
-    assert "belongs to user 12345, who could have put anything into it" in taken(wheel)[1]
+    assert "belongs to another user (user 12345), so it is not installed" in taken(wheel)[1]
     os.chown(wheel, 0, 0)
     wheel.chmod(0o666)
     assert "may be written by others" in taken(wheel)[1]

@@ -26,6 +26,8 @@ def test_keys_are_found_by_words_of_their_name_or_meaning(capsys: pytest.Capture
     assert named() == list(keys())
     assert named("optimizer.", "Eps") == ["optimizer.eps"]
     assert "train.clip_norm" in named("L2", "norm")
+    assert "optimizer.lr" in named("lr") and "launch.preflight" not in named("lr"), "allreduce"
+    assert "launch.preflight" in named("llreduce"), "nowhere at the beginning of a word"
 
 
 def test_a_word_that_no_key_has_is_said() -> None:

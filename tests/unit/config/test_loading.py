@@ -185,14 +185,14 @@ def test_wrong_overrides(run_file: Path, words: list[str], what: str, fix: str) 
 @pytest.mark.parametrize(
     ("line", "words", "gone", "said"),
     [
-        ("", ["--train.steps", "5"], "train.epochs", "--train.steps takes the place of train.epochs in "),
-        ("", ["--train.batch_per_rank=2"], "train.global_batch", "--train.batch_per_rank takes the place of train.glo"),
-        ("", ["--launch.command", "[ls]"], "task", "--launch.command takes the place of task in "),
+        ("", ["--train.steps", "5"], "train.epochs", "--train.steps overrides train.epochs in "),
+        ("", ["--train.batch_per_rank=2"], "train.global_batch", "--train.batch_per_rank overrides train.glo"),
+        ("", ["--launch.command", "[ls]"], "task", "--launch.command overrides task in "),
         (
             "schedule: {warmup_epochs: 2}",
             ["--schedule.warmup_steps", "0"],
             "schedule.warmup_epochs",
-            "--schedule.warmup_steps takes the place of schedule.warmup_epochs in ",
+            "--schedule.warmup_steps overrides schedule.warmup_epochs in ",
         ),
     ],
 )

@@ -1,5 +1,7 @@
 """What ranks train and validate on."""
 
+import subprocess
+import sys
 import threading
 from collections.abc import Generator
 from itertools import count, islice
@@ -176,6 +178,16 @@ class TestPrefetch:
         assert threading.active_count() == before + 1
         items.close()
         assert threading.active_count() == before
+
+    def test_at_the_exit_of_the_interpreter_one_that_was_left_is_closed(self) -> None:
+        program = (
+            "import sys, time\nfrom hpctrain.data.pipeline import prefetched\n"
+            "def slow():\n    try:\n        yield 1\n        time.sleep(0.2)\n        yield 2\n"
+            "    finally:\n        print('closed', flush=True)\n"
+            "items = prefetched(slow(), 2)\nnext(items)"
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S)
+        assert (done.stdout, done.stderr, done.returncode) == ("closed\n", "", 0)
 
 
 def test_training_and_validation_may_read_one_chunked_file_at_once(tmp_path: Path) -> None:

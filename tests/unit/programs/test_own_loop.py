@@ -71,15 +71,21 @@ def test_a_first_call_from_another_thread_leaves_the_handlers_to_the_main_one(li
     assert hpctrain.stop_requested()
 
 
-def test_a_save_with_accelerate_removes_the_one_before_and_what_a_kill_cut_off(tmp_path: Path) -> None:
-    def save_state(folder: str) -> None:
-        Path(folder).mkdir()
-
-    accelerator = SimpleNamespace(save_state=save_state, wait_for_everyone=lambda: None, is_main_process=True)
-    for name in ("step-3", "partial-4", "partial-9"):
+def test_a_save_with_accelerate_removes_the_one_before_and_a_resume_what_a_kill_cut_off(tmp_path: Path) -> None:
+    loaded: list[str] = []
+    accelerator = SimpleNamespace(
+        save_state=lambda folder: Path(folder).mkdir(),
+        load_state=loaded.append,
+        wait_for_everyone=lambda: None,
+        is_main_process=True,
+    )
+    for name in ("step-3", "partial-3", "partial-4", "partial-9"):
         (tmp_path / name).mkdir()
-    SaveOnStop(accelerator, str(tmp_path)).save(5)
-    assert {path.name for path in tmp_path.iterdir()} == {"step-5", "partial-9"}, "9 may be under way"
+    save = SaveOnStop(accelerator, str(tmp_path))
+    assert save.resume() == 3 and loaded == [str(tmp_path / "step-3")]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
+    save.save(5)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-5"]
 
 
 def test_a_stop_file_asks_too(link: Callable[..., Supervised]) -> None:

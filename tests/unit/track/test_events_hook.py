@@ -6,8 +6,10 @@ import importlib.util
 import os
 import posixpath
 import re
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +21,8 @@ from hpctrain.run.events import Eval, Event, RunStarted, decode, encode
 from hpctrain.run.figures import Curve, Figures
 from hpctrain.run.folder import RunDir
 from hpctrain.run.run_view import RunView
+from hpctrain.system.signals import StopSignals
+from hpctrain.track import events_hook
 from hpctrain.track.events_hook import EventsHook
 from hpctrain.track.follower import follow, main, position
 from hpctrain.track.mlflow import MlflowFollower
@@ -104,6 +108,18 @@ def test_a_sink_that_cannot_be_closed_does_not_end_the_run(tmp_path: Path) -> No
     sinks[1].close = lambda: closed.append(True)  # type: ignore[method-assign]
     EventsHook(EventWriter(tmp_path / "events.jsonl", print), IntervalClock(), 1, sinks).close()
     assert closed
+
+
+def test_after_a_second_ctrl_c_a_sink_is_waited_for_briefly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events_hook, "HASTE_S", 0.01)
+    sink, answer, closed = Recorder(), threading.Event(), threading.Event()
+    sink.close = lambda: answer.wait(PATIENCE_S) and closed.set()  # type: ignore[method-assign]
+    signals = StopSignals([signal.SIGINT, signal.SIGINT])
+    writer = EventWriter(tmp_path / "events.jsonl", print)
+    EventsHook(writer, IntervalClock(), 1, [sink], lambda: signals.insisted).close()
+    assert not closed.is_set()
+    answer.set()
+    assert closed.wait(PATIENCE_S) and not StopSignals([signal.SIGINT, signal.SIGTERM]).insisted
 
 
 def test_prometheus_gets_names_that_every_exporter_reads(tmp_path: Path) -> None:

@@ -219,7 +219,7 @@ def _clocks(joined: Reports) -> list[Fault]:
         return []
     right = times[len(times) // 2]
     off = {report["host"]: report["after"] - right for report in joined if abs(report["after"] - right) > CLOCK_S}
-    fix = "have the site synchronize it"
+    fix = "ask the site to synchronize its clock"
     return [Fault(f"the clock of {host} is {by:+.0f} s off", fix, host, fatal=False) for host, by in off.items()]
 
 

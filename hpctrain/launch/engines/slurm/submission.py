@@ -328,4 +328,4 @@ def check_after(jobs: Sequence[str]) -> None:
             raise UserError(f"--after {job}: Slurm does not know this job, and would start this one at once", fix)
         if bad := [state for state in states if state not in (*ALIVE, "COMPLETED")]:
             fix = "resume that run first, and name its new job"
-            raise UserError(f"--after {job}: that job is {bad[0]}, so this one would never begin", fix)
+            raise UserError(f"--after {job}: that job is {bad[0]}, so this one would never start", fix)
