@@ -15,7 +15,7 @@ import shutil
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(range(1, 9)),
         help="numbers of accelerators, ascending (default: 1 to 8)",
     )
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each contender, of which the median counts")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        help="turns of each contender, of which the median counts; none is taken once most agree (default: 3)",
+    )
     parser.add_argument("--seconds", type=float, default=4.0, help="of a turn (default: 4)")
     parser.add_argument(
         "--workers", type=int, default=1, help="processes per accelerator of WebDataset, Streaming, PyTorch"
@@ -78,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
             found.append({"workload": name, "reader": reader, "fed": fed, "utilisation": shares})
             if not args.json:
                 more = " or more" if fed == args.sizes[-1] else ""
-                foreign_text.show(f"{name}: {reader} feeds {fed}{more}")
+                each = ", ".join(f"{share:.0%}" for _, share in shares)
+                foreign_text.show(f"{name}: {reader} feeds {fed}{more} ({each})")
     if args.json:
         foreign_text.show(json.dumps({"rows": found, "cold": args.cold, "workers": args.workers}))
     return ExitCode.DONE
@@ -107,6 +113,8 @@ def measured(args: argparse.Namespace, workload: Workload, folder: Path) -> Iter
         shares: dict[str, list[float]] = {reader: [] for reader in left}
         for _ in range(args.rounds):
             for reader in left:
+                if is_decided(shares[reader], workload.utilisation, args.rounds):
+                    continue
                 if args.cold:
                     drop_pages(folder)
                 shares[reader].append(utilisation(reader, workload, folder, size, args.workers, args.seconds))
@@ -115,6 +123,12 @@ def measured(args: argparse.Namespace, workload: Workload, folder: Path) -> Iter
             yield reader, size, share
             if share < workload.utilisation:
                 left.remove(reader)
+
+
+def is_decided(shares: Sequence[float], limit: float, rounds: int) -> bool:
+    """Whether most of all turns are on one side of the limit: the others cannot bring the median to the other."""
+    enough = sum(share >= limit for share in shares)
+    return max(enough, len(shares) - enough) > rounds / 2
 
 
 def heading(workload: Workload) -> str:

@@ -28,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command = parser.get_default("command")
     many = command == "compare"
     parser.add_argument("runs" if many else "run", nargs="+" if many else None, help="run folder or run file")
-    parser.add_argument("--json", action="store_true", help="print one snapshot as JSON" if command == "watch" else "print JSON")
+    what = "one snapshot as JSON" if command == "watch" else "JSON"
+    parser.add_argument("--json", action="store_true", help=f"print {what}")
     if command == "watch":
         parser.add_argument(
             "--once", action="store_true", help="print one snapshot and exit (the default without a terminal)"
