@@ -41,12 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(range(1, 9)),
         help="numbers of accelerators, ascending (default: 1 to 8)",
     )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=3,
-        help="turns of each contender, of which the median counts; none is taken once most agree (default: 3)",
-    )
+    about = "turns of each contender, of which the median counts; none more once most agree (default: 3)"
+    parser.add_argument("--rounds", type=int, default=3, help=about)
     parser.add_argument("--seconds", type=float, default=4.0, help="of a turn (default: 4)")
     parser.add_argument(
         "--workers", type=int, default=1, help="processes per accelerator of WebDataset, Streaming, PyTorch"

@@ -176,7 +176,7 @@ def time_chart(title: str, bars: Sequence[Bar], x_label: str) -> Chart:
             colour = LIGHT["c2" if bar.is_good else "c4"]
             axes.barh(row, max(bar.end - bar.begin, whole / 400), 0.35, left=bar.begin, color=colour, alpha=0.75)
             place = axes.get_yaxis_transform()
-            axes.annotate(said(bar.name, 110), (0, row - 0.22), xycoords=place, va="bottom", annotation_clip=False)
+            axes.annotate(said(bar.name, 88), (0, row - 0.22), xycoords=place, va="bottom", annotation_clip=False)
         axes.set_ylim(len(bars) - 0.5, -0.7)
         axes.set_yticks([])
         axes.set_xlabel(said(x_label), loc="left")

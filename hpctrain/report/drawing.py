@@ -38,7 +38,7 @@ DARK = {
 }  # fmt: skip
 """Colours on a dark page."""
 SETTINGS: Any = {
-    "font.size": 8,
+    "font.size": 10,
     "svg.fonttype": "none",
     "svg.hashsalt": "hpctrain",
     "text.parse_math": False,  # a name with two $ is not a formula
@@ -50,7 +50,7 @@ SETTINGS: Any = {
     "axes.formatter.useoffset": False,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "axes.titlesize": 10,
+    "axes.titlesize": 12,
     "axes.titlelocation": "left",
     "grid.color": LIGHT["rule"],
     "xtick.color": LIGHT["soft"],
@@ -126,7 +126,7 @@ def figure_of(charts: Sequence[Chart], titles: bool) -> Figure:
             axes.set_title(said(chart.title, 90))
         handles, labels = axes.get_legend_handles_labels()
         if handles:
-            columns = max(1, min(len(labels), 110 // (max(map(len, labels)) + 8)))
+            columns = max(1, min(len(labels), 88 // (max(map(len, labels)) + 8)))
             part.legend(handles, labels, loc="outside lower left", ncols=columns)
     return figure
 

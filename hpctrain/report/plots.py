@@ -61,17 +61,17 @@ def line_sections(data: RunHistory, attempts: Sequence[Span]) -> list[ReportSect
     losses |= {f"validation {name}": series for name, series in metrics.items() if name.endswith("/loss")}
     others = {name: series for name, series in metrics.items() if not f"/{name}".endswith("/loss")}
     trained = {f"training {name}": series for name, series in train.items() if name not in NOT_METRICS}
-    rate, rate_title = "learning_rate", "Learning rate"
-    if rate not in train:
-        rate, rate_title = "lr", "Learning rate, as a factor"
+    rate, rate_title = train.get("learning_rate"), "Learning rate"
+    if rate is None:
+        rate, rate_title = train.get("lr"), "Learning rate, as a factor"
     wanted: list[tuple[str, str, Mapping[str, Series | None], bool]] = [
         ("loss", "Loss", losses, False),
         ("metrics", "Validation metrics", others, False),
         ("training_metrics", "Training metrics", trained, False),
-        ("learning_rate", rate_title, {rate: train.get(rate)}, True),
-        ("mfu", "Model FLOPs utilisation", {"mfu": train.get("mfu")}, True),
-        ("throughput", "Samples per second", {"samples_per_s": train.get("samples_per_s")}, True),
-        ("tokens", "Tokens per second", {"tokens_per_s": train.get("tokens_per_s")}, True),
+        ("learning_rate", rate_title, {"learning rate": rate}, True),
+        ("mfu", "Model FLOPs utilisation", {"MFU": train.get("mfu")}, True),
+        ("throughput", "Samples per second", {"samples per second": train.get("samples_per_s")}, True),
+        ("tokens", "Tokens per second", {"tokens per second": train.get("tokens_per_s")}, True),
     ]
     sections = []
     for key, title, named, from_zero in wanted:

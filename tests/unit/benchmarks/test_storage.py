@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.storage.__main__ import is_decided
 from benchmarks.storage.accelerators import utilisation
 from benchmarks.storage.readers import READERS, Feed
 from benchmarks.storage.workloads import FILLING, WORKLOADS, indices, record
@@ -30,6 +31,11 @@ def test_a_reader_gives_whole_samples_of_one_epoch(name: str, tmp_path: Path) ->
 def test_accelerators_end_together_and_only_waiting_lowers_their_utilisation(tmp_path: Path) -> None:
     share = utilisation("none", SMALL, tmp_path, size=2, workers=0, seconds=0.3)
     assert 0 < share <= 1
+
+
+def test_a_turn_that_cannot_bring_the_median_to_the_other_side_of_the_limit_is_not_taken() -> None:
+    decided = [is_decided(shares, 0.9, 3) for shares in ([], [0.95], [0.95, 0.8], [0.95, 0.9], [0.8, 0.95, 0.8])]
+    assert decided == [False, False, False, True, True]
 
 
 def test_the_published_rates_follow() -> None:
