@@ -16,7 +16,7 @@ from hpctrain.run import resolve_run
 def findings(run_file: str | None) -> list[Check]:
     """Findings about the Slurm on PATH, and about this run's job script."""
     if shutil.which("sbatch") is None:
-        return [note("Slurm", "not installed here", "only needed to submit jobs")]
+        return [note("Slurm", "not installed here; only needed to submit jobs")]
     try:
         config = settings(client.run(["scontrol", "show", "config"]))
     except HpctrainError as error:

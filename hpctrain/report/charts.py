@@ -181,7 +181,7 @@ def time_chart(title: str, bars: Sequence[Bar], x_label: str) -> Chart:
         axes.set_yticks([])
         axes.set_xlabel(said(x_label), loc="left")
 
-    return Chart(title, draw, height=0.7 + 0.42 * len(bars))
+    return Chart(title, draw, height=0.8 + 0.5 * len(bars))
 
 
 def plan_chart(found: Plans, own: str | None = None) -> Chart:
@@ -217,7 +217,7 @@ def plan_chart(found: Plans, own: str | None = None) -> Chart:
         axes.set_xlim(left=0)
         axes.set_xlabel(label, loc="left")
 
-    return Chart("Plans: memory per rank", draw, height=1.0 + 0.24 * len(plans))
+    return Chart("Plans: memory per rank", draw, height=1.2 + 0.28 * len(plans))
 
 
 def is_drawn(grid: Grid) -> bool:

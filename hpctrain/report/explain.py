@@ -23,6 +23,8 @@ from hpctrain.run.verdict import RunVerdict
 
 DATA_BOUND = 0.2
 """Fraction of the time spent waiting for data above which a run is data-bound."""
+MEASURED_S = 10.0
+"""Shortest training in seconds whose times of steps are meaningful."""
 EXCHANGE_BOUND = 0.3
 """Fraction of the time spent exchanging gradients above which a run is exchange-bound."""
 REHEARSED = ("to_device", "forward", "backward", "exchange")
@@ -297,7 +299,7 @@ def _spells(data: RunHistory) -> list[tuple[events.Straggler, int | None]]:
 
 def phases(data: RunHistory) -> list[Explanation]:
     """Findings about time not spent computing."""
-    if data.run.account.is_short:
+    if not _is_measured(data):
         return []
     share, found = phase_share(data) or {}, []
     if share.get("data", 0) > DATA_BOUND:
@@ -324,7 +326,7 @@ def exchanges(data: RunHistory) -> list[Explanation]:
     name = data.run.reducer.get("reducer")
     seconds = data.run.reducer.get("seconds")
     trial_s = seconds.get(name) if isinstance(seconds, dict) else None
-    if data.run.account.is_short:
+    if not _is_measured(data):
         return found
     if isinstance(trial_s, float) and step > PROMISED * trial_s > 0 and exchange > step - trial_s:
         title = f"a step takes {step:.2g} s, of which the exchange {exchange:.2g} s; trial steps took {trial_s:.2g} s"
@@ -372,6 +374,10 @@ def _of_failure(data: RunHistory, failure: RunVerdict, more: Sequence[str] = ())
         place = data.run.newest.grid.label(failure.rank)
         said = f"rank {failure.rank}{place}{host}, attempt {data.run.newest.number}: {said}"
     return Explanation(failure.code, TITLES.get(failure.code, "The run failed"), (said, *more), failure.fix.rstrip("."))
+
+
+def _is_measured(data: RunHistory) -> bool:
+    return sum(float(series.value.sum()) for series in data.phases.values()) >= MEASURED_S
 
 
 def _capital(text: str) -> str:

@@ -74,10 +74,11 @@ optimizer.synchronize, optimizer.skip_synchronize = lambda: None, contextlib.nul
     'Path("checkpoints/step-000000100")': """
 from hpctrain import CheckpointStore
 import numpy as np
-with CheckpointStore("checkpoints") as store:
-    store.save({"model/weight": np.zeros((3, 4))}, meta={}, step=100)
+store = CheckpointStore("checkpoints")
+store.save({"model/weight": np.zeros((3, 4))}, meta={}, step=100)
+store.close()
 """,
-    'tokens="mask"': "loss, data = 'mse', {'text': [[1], [2, 3]]}",
+    'tokens="mask"': f"{LOOP}loss, data = 'mse', {{'text': [[1], [2, 3]]}}",
 }
 """What a page leaves to the reader, by text of the block that needs it."""
 AFTER = {

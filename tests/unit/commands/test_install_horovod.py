@@ -283,7 +283,7 @@ def test_whose_wheels_are_taken(tmp_path: Path) -> None:
     for user in (0, 1000):
         build.require_trusted(wheel, status(user, 0o100644), user=1000)
     for user, mode, why in [
-        (1001, 0o100644, "belongs to user 1001, who could"),
+        (1001, 0o100644, r"belongs to another user \(user 1001\)"),
         (1000, 0o100664, "may be written by others"),
         (0, 0o100646, "may be written by others"),
     ]:
