@@ -113,7 +113,7 @@ def test_a_sink_that_cannot_be_closed_does_not_end_the_run(tmp_path: Path) -> No
 def test_after_a_second_ctrl_c_a_sink_is_waited_for_briefly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events_hook, "HASTE_S", 0.01)
     sink, answer, closed = Recorder(), threading.Event(), threading.Event()
-    sink.close = lambda: answer.wait(PATIENCE_S) and closed.set()  # type: ignore[method-assign]
+    sink.close = lambda: answer.wait(PATIENCE_S) and closed.set()  # type: ignore[assignment,method-assign]
     signals = StopSignals([signal.SIGINT, signal.SIGINT])
     writer = EventWriter(tmp_path / "events.jsonl", print)
     EventsHook(writer, IntervalClock(), 1, [sink], lambda: signals.insisted).close()
