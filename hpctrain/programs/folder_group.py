@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,8 @@ from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import pieces
 from hpctrain.system import files, safe_read
 
+MOST_OPENED = 64
+"""Number of awaited files from which the folder is listed instead of trying to open each of them."""
 LONGEST_PAUSE_S = 0.5
 """Longest pause between polls in seconds; long, as the folder may be on a shared file system."""
 
@@ -121,9 +124,12 @@ class FolderGroup(Group):
         found: dict[str, Any] = {}
         pause_s = 0.01
         while True:
-            there = set(os.listdir(self.folder))
-            for who in sorted(missing - found.keys()):
-                if self._path(who).name in there:
+            awaited = missing - found.keys()
+            if len(awaited) > MOST_OPENED:  # only rank 0: listings by all ranks would cost the square of their number
+                there = set(os.listdir(self.folder))
+                awaited = {who for who in awaited if self._path(who).name in there}
+            for who in sorted(awaited):
+                with contextlib.suppress(FileNotFoundError):
                     found[who] = safe_read.read_json(self._path(who))
             if len(found) == len(missing):
                 return found

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.comm.world import EXPECTED_RANKS, launched_rank
-from hpctrain.errors import Code, ExitCode, HpctrainError, Replaced, code_of_text, file_errors
+from hpctrain.errors import Code, ExitCode, HpctrainError, Replaced, UserError, code_of_text, file_errors
 from hpctrain.programs.folder_group import FolderGroup, MeetingStopped, Place, place_of
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
@@ -60,6 +60,8 @@ MOST_LINES = 6
 """Lines of an error that are read after the first: NCCL gives its cause in the last but one."""
 OTHERS = re.compile(r"^.*(?:terminate called|Traceback)|^[\[=]", re.MULTILINE)
 """Begin of what is printed after an error and is not part of it."""
+LONGEST_VARIABLE = 32 * os.sysconf("SC_PAGE_SIZE")
+"""Bytes of an environment variable with its name from which the kernel does not start a program (MAX_ARG_STRLEN)."""
 KILL_GRACE_S = 5.0
 """Seconds between asking the program to end and killing it, if a newer attempt has replaced this one."""
 
@@ -170,10 +172,13 @@ def variables(
 
     Args:
         convention: ``torch`` (as torchrun sets them), ``tensorflow`` (TF_CONFIG, all ranks are workers), ``auto``
-            (both), or ``mpi`` (none: the launcher's own suffice).
+            (both, but no TF_CONFIG that is too long), or ``mpi`` (none: the launcher's own suffice).
         place: place of the rank.
         addresses: host and free port of each rank, by rank. If there is only one node, 127.0.0.1 replaces the host.
         master: MASTER_ADDR; by default rank 0's host.
+
+    Raises:
+        UserError: TF_CONFIG, which names all ranks, would be longer than the kernel allows.
     """
     reached = [("127.0.0.1" if place.nodes == 1 else host, port) for host, port in addresses]
     found: dict[str, str] = {}
@@ -190,7 +195,12 @@ def variables(
     if convention in ("tensorflow", "auto"):
         workers = [f"{host}:{port}" for host, port in reached]
         task = {"type": "worker", "index": place.rank}
-        found["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": task})
+        named = json.dumps({"cluster": {"worker": workers}, "task": task})
+        if len(f"TF_CONFIG={named}") < LONGEST_VARIABLE:
+            found["TF_CONFIG"] = named
+        elif convention == "tensorflow":
+            what = f"TF_CONFIG would name {place.size} ranks and be longer than the kernel allows"
+            raise UserError(what, "start fewer ranks, or set launch.convention: mpi")
     return found
 
 

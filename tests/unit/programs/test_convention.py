@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ from typing import Any
 import pytest
 
 from hpctrain.cli import before_program
-from hpctrain.errors import RunFailed
+from hpctrain.errors import RunFailed, UserError
 from hpctrain.programs.folder_group import FolderGroup, MeetingStopped, folder_world, place_of
 from hpctrain.programs.heartbeat import beat, heartbeat
 from hpctrain.programs.plain_command import master_of, reserve_port, variables
@@ -118,3 +121,28 @@ def test_without_a_supervisor_a_heartbeat_does_nothing() -> None:
 )
 def test_a_program_stands_behind_two_dashes(words: list[str], expected: tuple[list[str], list[str]]) -> None:
     assert before_program(words) == expected
+
+
+def test_thousands_of_ranks_still_start_their_programs() -> None:
+    addresses = [(f"node{rank // 8:04}", 30_000 + rank) for rank in range(8000)]
+    place = place_of(5, [host for host, _ in addresses])
+    found = variables("auto", place, addresses)
+    assert found["RANK"] == "5" and "TF_CONFIG" not in found, "it names all ranks"
+    subprocess.run(["true"], env=found, check=True)
+    with pytest.raises(UserError, match="8000 ranks"):
+        variables("tensorflow", place, addresses)
+
+
+def test_only_one_rank_lists_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks would list as many files as there are ranks, several times a second."""
+    run_dir, listed, everyone = RunDir(tmp_path), [], os.listdir
+    run_dir.create()
+    monkeypatch.setattr(os, "listdir", lambda folder: listed.append(folder) or everyone(folder))
+    with ThreadPoolExecutor(100) as pool:
+        groups = [FolderGroup("test", run_dir, 1, rank, 100) for rank in range(1, 100)]
+        waiting = [pool.submit(group.allgather, group.rank, timeout_s=20.0) for group in groups]
+        while sum(1 for _ in groups[0].folder.glob("test-1-*")) < 99:
+            time.sleep(0.01)
+        assert not listed, "each of them waits for one file"
+        assert FolderGroup("test", run_dir, 1, 0, 100).allgather(0) == list(range(100)) == waiting[7].result()
+    assert len(listed) == 1
