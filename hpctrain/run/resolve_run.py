@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
 def configured(target: str, overrides: Sequence[str] = ()) -> tuple[Config, RunDir]:
     """Returns the configuration and folder for a run file or run folder; the folder need not exist yet.
 
-    Without a ``target`` the overrides give all of the configuration.
+    Without a ``target`` the overrides give all of the configuration. A folder that is named is the run's, even if it
+    was moved or copied and its run file names another one.
 
     Raises:
         UserError: the run file is missing or not valid.
@@ -29,9 +32,11 @@ def configured(target: str, overrides: Sequence[str] = ()) -> tuple[Config, RunD
         return config, RunDir.of(config.name, config.run_dir)
     path = Path(target)
     config = load(RunDir(path).run_yaml if path.is_dir() else path, overrides, say)
-    if path.is_dir() and not config.run_dir:
-        return config, RunDir(path.absolute())
-    return config, RunDir.of(config.name, config.run_dir)
+    run = RunDir.of(config.name, config.run_dir)
+    if path.is_dir() and "--run_dir" not in {word.partition("=")[0] for word in overrides} and not _is_same(path, run):
+        run = RunDir(path.absolute())
+        config = dataclasses.replace(config, run_dir=str(run.path))
+    return config, run
 
 
 def folder(target: str) -> RunDir:
@@ -116,6 +121,13 @@ def checkpoints(target: str) -> tuple[Path, int | None]:
         return path.parent, step
     run = RunDir(path) if not path.is_file() else configured(target)[1]
     return (run.checkpoints if run.checkpoints.is_dir() else run.path), None
+
+
+def _is_same(path: Path, run: RunDir) -> bool:
+    """Whether a path leads to this run folder."""
+    with contextlib.suppress(OSError):
+        return path.samefile(run.path)
+    return False
 
 
 def _of_checkpoints(path: Path) -> Path | None:

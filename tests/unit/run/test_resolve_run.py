@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,15 @@ def test_a_folder_without_a_run_is_left_alone(command: str, tmp_path: Path, caps
     assert main([command, str(tmp_path)]) == 64
     assert "is not the folder of a run" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "notes.txt"]
+
+
+def test_a_run_folder_that_was_moved_or_copied_is_meant_itself(run: RunDir, tmp_path: Path) -> None:
+    copy, link = tmp_path / "copy", tmp_path / "link"
+    shutil.copytree(run.path, copy)
+    link.symlink_to(run.path)
+    config, found = resolve_run.configured(str(copy))
+    assert (config.run_dir, found) == (str(copy), RunDir(copy)), "its run file names the folder it was copied from"
+    assert resolve_run.configured(str(link))[1] == run
+    assert resolve_run.configured(str(copy), ["--run_dir", str(link)])[1].path == link
+    run.path.rename(tmp_path / "moved")
+    assert resolve_run.configured(str(tmp_path / "moved"))[1].path == tmp_path / "moved"
