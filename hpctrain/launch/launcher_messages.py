@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
 import signal
+import stat
 import time
 from collections.abc import Iterable, Mapping
 from typing import IO
@@ -167,33 +169,55 @@ class Passing:
 
     def __init__(self, source: IO[bytes], target: int) -> None:
         self.source = source.fileno()
-        self.target = target
+        self.target = without_blocking(target)
         self.tail = b""
+        self.unshown = b""
         self.in_banner = False
         os.set_blocking(self.source, False)
 
     def pump(self, most_s: float = PUMP_S) -> None:
-        """Forwards what is available, for at most ``most_s`` seconds: ranks may print faster than a terminal shows."""
+        """Forwards what is available, for at most ``most_s`` seconds: ranks may print faster than a terminal shows.
+
+        A terminal may show nothing for hours (Ctrl-S, a pager); what the ranks print then stays in their pipe.
+        """
         end = time.monotonic() + most_s
         with contextlib.suppress(BlockingIOError):
-            while chunk := os.read(self.source, CHUNK_BYTES):
+            while self.show(end) and (chunk := os.read(self.source, CHUNK_BYTES)):
                 self.take(chunk)
-                if time.monotonic() >= end:
-                    return
+
+    def show(self, end: float) -> bool:
+        """Writes what was taken, until ``end`` on the monotonic clock; returns whether everything is written."""
+        try:
+            while self.unshown and select.select([], [self.target], [], max(0.0, end - time.monotonic()))[1]:
+                self.unshown = self.unshown[os.write(self.target, self.unshown) :]
+        except BlockingIOError:
+            return False
+        except OSError:  # the terminal is closed, or the disk full
+            self.unshown = b""
+        return not self.unshown and time.monotonic() < end
 
     def take(self, chunk: bytes) -> None:
-        """Keeps the end of the output, which may hold a report, and shows everything before that report."""
+        """Keeps the end of the output, which may hold a report, and everything before that report for ``show``."""
         self.tail = (self.tail + chunk)[-KEPT_BYTES:]
         if self.in_banner:
             return
         banner = BANNER.search(chunk)
         self.in_banner = banner is not None
-        shown = chunk[: banner.start()].removesuffix(b"\n") if banner else chunk
-        with contextlib.suppress(OSError):
-            while shown:
-                shown = shown[os.write(self.target, shown) :]
+        self.unshown += chunk[: banner.start()].removesuffix(b"\n") if banner else chunk
 
     @property
     def text(self) -> str:
         """The last KEPT_BYTES of the output."""
         return self.tail.decode(errors="replace")
+
+    def close(self) -> None:
+        """Closes the descriptor of the user's output."""
+        os.close(self.target)
+
+
+def without_blocking(target: int) -> int:
+    """Returns a new descriptor of a terminal or pipe on which writes do not block; of anything else, a duplicate."""
+    if not stat.S_ISREG(os.fstat(target).st_mode):  # a file would be written from its beginning
+        with contextlib.suppress(OSError):  # a socket, or another user's terminal
+            return os.open(f"/proc/self/fd/{target}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    return os.dup(target)

@@ -73,6 +73,7 @@ class LauncherProcess:
             grace_s = KILLED_GRACE_S if self.was_killed else KILL_GRACE_S
             processes.end_descendants(grace_s, others, self.parent)
             self.output.pump(LAST_PUMP_S)
+            self.output.close()
             self.process.stdout.close()
             self.show_messages()
 
