@@ -207,7 +207,8 @@ class WatchedAttempt:
         """Returns the verdict on a killed launcher; ranks that still ran died with it, without a last word."""
         how = f"was killed by {signal_name(self.launcher.signal)}"
         process = self.launcher.process
-        if alone := next((word for word in words if process and word.pid == process.pid), None):  # without a launcher
+        mine = (word for word in words if process and (word.pid, word.host) == (process.pid, socket.gethostname()))
+        if alone := next(mine, None):  # without a launcher
             what = f"rank {alone.rank} on {alone.host} {how}"
             return failed_with(Code.KILLED, what, SEE_LOGS, alone.rank, alone.host)
         name, ranks = Path(self.launch.argv[0]).name, self.launch.ranks

@@ -181,16 +181,15 @@ def _of_word(word: LastWord, together: float) -> Standing:
     return Standing.COMPLAINED if is_victim(word) or _ended(word) > together else Standing.SAID
 
 
-def _of_deaths(reports: Iterable[Death], words: Iterable[LastWord], until: Mapping[str | None, float]) -> list[Death]:
+def _of_deaths(reports: Iterable[Death], words: Collection[LastWord], until: Mapping[str | None, float]) -> list[Death]:
     """Merges reports into one death for each rank that did not say how it ended, with its standing.
 
     ``until`` is the Unix time, by host, from which deaths may be consequences of an error.
     """
     of_rank = {word.rank: word for word in words}
-    by_pid: dict[int | None, int | None] = {word.pid: word.rank for word in words}
     known: dict[int, list[Death]] = defaultdict(list)
     for death in reports:
-        rank = by_pid.get(death.pid) if death.rank is None else death.rank
+        rank = _rank_of(death, words) if death.rank is None else death.rank
         if rank is not None:
             known[rank].append(death)
     noted = {rank: min((one.at for one in each if one.at is not None), default=None) for rank, each in known.items()}
@@ -209,6 +208,18 @@ def _of_deaths(reports: Iterable[Death], words: Iterable[LastWord], until: Mappi
         standing = standing if rank in of_rank else max(standing, Standing.KILLED)
         found.append(Death(rank, None, None, how.signal, how.exit_code, how.out_of_memory, standing, at))
     return found
+
+
+def _rank_of(death: Death, words: Collection[LastWord]) -> int | None:
+    """Returns the rank of a process that is reported by its PID, which processes of other hosts may have too."""
+    host = _short(death.host)
+    is_known = any(_short(word.host) == host for word in words)  # else the launcher has another name for it
+    found = [word.rank for word in words if word.pid == death.pid and (_short(word.host) == host or not is_known)]
+    return found[0] if len(found) == 1 else None
+
+
+def _short(host: str | None) -> str:
+    return (host or "").partition(".")[0]
 
 
 def _of_rank(each: Iterable[Death], at: float | None, is_first: bool, until: float) -> Standing:

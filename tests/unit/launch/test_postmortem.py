@@ -388,3 +388,10 @@ def test_ranks_that_never_spoke_are_counted_and_the_launcher_quoted(tmp_path: Pa
     assert dead.reason == "1 of 2 ranks ended before they could say why: rank 1 was killed by SIGSEGV"
     assert missing_ranks(spoken, 1, "", tmp_path / "log") is None, "all have spoken"
     assert missing_ranks(spoken, 2, "", tmp_path / "log", Death(0, signal=11)) is None, "its own word is completed"
+
+
+def test_processes_of_two_hosts_with_one_pid_are_told_apart() -> None:
+    """In containers, ranks of all nodes have the same few PIDs."""
+    words = [dataclasses.replace(RUNNING, rank=rank, host=f"n{rank}.cluster") for rank in range(3)]
+    found = [first_cause([*words, Death(None, pid=7, host=host, signal=11)]) for host in ("n0", "n1.cluster", "alias")]
+    assert found == [Death(0, signal=11), Death(1, signal=11), None]
