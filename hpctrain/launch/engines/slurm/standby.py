@@ -15,6 +15,8 @@ from hpctrain.launch.engines.slurm import client
 from hpctrain.launch.engines.slurm.job import Who, current, who_ends
 from hpctrain.launch.engines.slurm.requeue import take_out
 from hpctrain.launch.engines.slurm.supervise import follow
+from hpctrain.launch.outage_retry import read_patiently
+from hpctrain.launch.supervisor import record
 from hpctrain.run import live_lock
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
@@ -30,11 +32,11 @@ def main() -> int:
     assert job is not None, "a step of a job"
     while (host := lost_host(run_dir)) is None:
         time.sleep(LOOK_S)
-    number = Attempts(run_dir).all()[-1].number
+    number = read_patiently(Attempts(run_dir).all)[-1].number  # the file server may have noticed the loss, too
     what = f"{host} was lost, and the supervisor with it"
     verdict = failed_with(Code.NODE, what, "the same command resumes it", host=host)
-    Attempts(run_dir).end(number, verdict, collect(run_dir, number))
-    code = follow(verdict, load(run_dir.run_yaml), run_dir, job, parent=-1)
+    record(run_dir, number, verdict, collect(run_dir, number))
+    code = follow(verdict, read_patiently(lambda: load(run_dir.run_yaml)), run_dir, job, parent=-1)
     if (fields := client.job_fields(job.id)) and who_ends(fields, job.restarts) is not Who.REQUEUE:
         take_out([job.id])
     return code

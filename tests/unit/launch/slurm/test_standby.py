@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 from hpctrain.config.sections import Config, LaunchConfig
-from hpctrain.errors import Code
+from hpctrain.errors import Code, RunFailed
 from hpctrain.launch.engines.slurm import client, standby
 from hpctrain.launch.engines.slurm.allocation import JobNodes
 from hpctrain.launch.engines.slurm.job import Job
@@ -109,3 +110,25 @@ def test_a_job_that_slurm_keeps_is_watched_from_its_last_node(
         place.job = job.on(["n1"])
         place.watch_supervisor()
         assert ended == [True] and len(begun) == 1, "no other node is left"
+
+
+def test_a_file_server_that_fails_over_at_that_moment_is_waited_for(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node that was lost, or its switch, may have served files too; nobody else requeues the job."""
+    failures, all_of, done = [OSError(errno.ESTALE, "stale")], Attempts.all, []
+
+    def read(attempts: Attempts) -> list[Attempt]:
+        if failures:
+            raise failures.pop()
+        return all_of(attempts)
+
+    def no_space(*about: object) -> None:
+        raise RunFailed("no space left on device", "free some")
+
+    monkeypatch.setattr(Attempts, "all", read)
+    monkeypatch.setattr(Attempts, "end", no_space)
+    monkeypatch.setattr(standby, "load", lambda path: Config("r", launch=LaunchConfig(command=("true",))))
+    monkeypatch.setattr(standby, "follow", lambda verdict, *about, parent: done.append(verdict.host) or 70)
+    monkeypatch.setattr(client, "job_fields", lambda job: {})
+    assert standby.main() == 70 and done == ["n1"] and not failures
