@@ -20,7 +20,7 @@ from hpctrain.launch.engines.slurm import client, leave_out, preflight, stage_on
 from hpctrain.launch.engines.slurm.directives import keeps_job
 from hpctrain.launch.engines.slurm.job import Job, Who, who_ends
 from hpctrain.launch.engines.slurm.launcher import Launcher, Srun, candidates, empty_step, once_a_node
-from hpctrain.launch.engines.slurm.probe import scratch_dir
+from hpctrain.launch.engines.slurm.probe import MARK, scratch_dir
 from hpctrain.launch.mpi_library import MpiRun, find_mpirun, probe
 from hpctrain.launch.postmortem import last_line
 from hpctrain.launch.supervisor import choose, say_continues
@@ -34,6 +34,8 @@ EMPTY_STEP_S = 30.0
 """Timeout in seconds for a step that does nothing."""
 PMIX_STEPS = 3
 """Most steps with a PMIx server that an attempt has: preflight, its measurements on GPUs, launch."""
+MOST_SAID = 8
+"""Most problems that are printed one by one."""
 MEASURE_S = 180.0
 """Timeout in seconds for measuring links and GPUs, which imports PyTorch on every rank."""
 
@@ -75,26 +77,34 @@ def prepare(config: Config, run: RunDir, job: Job, whole: Job | None = None) -> 
     failed, gone = list[tuple[Launcher, preflight.Fault]](), False
     for launcher in found if len(found) > 1 else found * 2:  # MPI may fail to start once
         problems, hosts = check(config, run, job, launcher, interpreter)
-        for problem in problems:
+        for problem in problems[:MOST_SAID]:
             say(f"preflight with {launcher.describe()}: {problem.what}")
+        if (more := len(problems) - MOST_SAID) > 0:
+            say(f"preflight with {launcher.describe()}: {more} more problems, mostly the same on other nodes")
         fatal = next((problem for problem in problems if problem.fatal), None)
         if fatal is None:
             return PreparedRanks(launcher, interpreter, copies, hosts if isinstance(launcher, Srun) else {})
         if not fatal.launcher:
             for problem in of_nodes(problems, hosts):
-                leave_out.note(config, run, problem.host or "", problem.what, Attempts(run).all()[-1].number)
+                exclude(config, run, job, problem.host or "", problem.what)
             raise NoRequeue(f"preflight: {fatal.what}", fatal.fix, fatal.code)
         failed.append((launcher, fatal))
         if gone := fatal.code is Code.NODE and bool(client.unreached([fatal.host or ""])):
             break
     what = "; ".join(dict.fromkeys(f"{launcher.describe()}: {problem.what}" for launcher, problem in failed))
     silent = next((problem.host for _, problem in failed if problem.code is Code.NODE), None)
-    *_, before, mine = [Attempt(), *Attempts(run).all()]
+    *_, before, _ = [Attempt(), *Attempts(run).all()]
     again = before.verdict is not None and before.verdict.before_ranks and before.verdict.code is Code.NODE
     if silent and (gone or not again):  # one node after the other: it is not the nodes
-        leave_out.note(config, run, silent, what, mine.number)
+        exclude(config, run, job, silent, what)
         raise RunFailed(f"preflight: {what}", "the job starts again without that node", Code.NODE)
     raise UserError(f"preflight: {what}", failed[0][1].fix, failed[0][1].code)
+
+
+def exclude(config: Config, run: RunDir, job: Job, host: str, why: str) -> None:
+    """Excludes a node from the next start, unless Slurm is ending the job: then steps fail on good nodes too."""
+    if who_ends(client.job_fields(job.id), job.restarts) is Who.NOBODY:
+        leave_out.note(config, run, host, why, Attempts(run).all()[-1].number)
 
 
 def of_nodes(problems: Sequence[preflight.Fault], hosts: Mapping[int, str]) -> list[preflight.Fault]:
@@ -165,7 +175,7 @@ def check(
             say(f"preflight: {topic}: {figure}")
         problems += preflight.slow(speeds) if speeds else []
     if any(problem.fatal for problem in problems):
-        tell(output)
+        tell("\n".join(line for line in output.splitlines() if MARK not in line))
     return problems, preflight.hosts_of_tasks(reports)
 
 
@@ -274,7 +284,7 @@ class JobNodes:
         if self.standby is not None:  # its node may be lost
             self.standby.terminate()
         hosts = self.job.part or client.hosts(self.job.nodelist)
-        if keeps_job(self.config.launch) and len(hosts) > 1:
+        if keeps_job(self.config.launch) and len(hosts) > 1 and shutil.which("srun"):
             command = python.module("hpctrain.launch.engines.slurm.standby", str(self.run_dir.path))
             self.standby = client.begin_step(once_a_node(self.job.on(hosts[-1:]), command, overlap=True))
 

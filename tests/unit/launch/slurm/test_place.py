@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.config.sections import Config, LaunchConfig, ParallelConfig, SlurmConfig, TrainConfig
-from hpctrain.errors import Code, ExitCode
+from hpctrain.errors import Code, ExitCode, RunFailed
 from hpctrain.launch.attempt import Launch
 from hpctrain.launch.engines.slurm import allocation, client, leave_out, preflight
 from hpctrain.launch.engines.slurm.allocation import JobNodes
@@ -231,3 +231,32 @@ def test_a_node_that_starts_no_rank_in_the_preflight_is_left_out_and_the_job_req
     assert (found.code, found.exit_code, found.before_ranks) == (code, exit_code, True)
     assert found.action is (Action.REQUEUE if exit_code == 70 else Action.FAIL)
     assert ("n2" in leave_out.avoided(place.config, place.run_dir)) is (exit_code == 70)
+
+
+@pytest.mark.parametrize(("state", "excluded"), [("RUNNING", True), ("COMPLETING", False)])
+def test_no_node_is_blamed_for_a_preflight_that_scancel_ended(
+    place: JobNodes, monkeypatch: pytest.MonkeyPatch, state: str, excluded: bool
+) -> None:
+    silent = preflight.Fault("no rank on n2 answered", "", "n2", launcher=True, code=Code.NODE)
+    monkeypatch.setattr(allocation, "launchers", lambda config, job: [SRUN])
+    monkeypatch.setattr(allocation, "check", lambda *_: ([silent], {}))
+    monkeypatch.setattr(allocation, "skip_steps", lambda *_: None)
+    monkeypatch.setattr(client, "job_fields", lambda job: {"JobState": state, "Restarts": "1"})
+    Attempts(place.run_dir).begin(Attempt(job="7", nodes=2, ranks=4))
+    place.prepared = None
+    with pytest.raises(RunFailed, match="no rank on n2 answered"):
+        place.prepare()
+    assert ("n2" in leave_out.avoided(place.config, place.run_dir)) is excluded
+
+
+def test_a_preflight_with_the_same_fault_on_every_node_says_so_in_a_few_lines(
+    place: JobNodes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    faults = [preflight.Fault(f"2 ranks on n{node} share 1 cores", "", f"n{node}", fatal=False) for node in range(500)]
+    monkeypatch.setattr(allocation, "launchers", lambda config, job: [SRUN])
+    monkeypatch.setattr(allocation, "check", lambda *_: (faults, {}))
+    monkeypatch.setattr(allocation, "skip_steps", lambda *_: None)
+    place.prepared = None
+    place.prepare()
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 9 and "492 more" in said[-1]
