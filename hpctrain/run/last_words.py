@@ -29,6 +29,8 @@ from hpctrain.system.processes import birth, machine
 
 FILE_BYTES = 16384
 """Size of a rank's file; the middle of a longer traceback is cut out."""
+MERGED_BYTES = 16 << 20
+"""Size of an attempt's merged words from which long errors are shortened: it must not become too large to be read."""
 MOST_WORD_BYTES = 1 << 18
 """Maximum size of a rank's file when reading."""
 AHEAD_S = "HPCTRAIN_CLOCK_AHEAD_S"
@@ -155,15 +157,17 @@ class WordFile:
 
 def padded(word: LastWord) -> bytes:
     """Encodes a word as JSON, padded with blanks to FILE_BYTES; shortens the traceback if it does not fit."""
-    content = json.dumps(word.to_json()).encode()
-    if len(content) >= FILE_BYTES and word.error is not None:
-        trace = word.error.traceback
-        shorter = trace[:1000] + "\n...\n" + trace[-5000:]
-        error = dataclasses.replace(
-            word.error, what=word.error.what[:2000], fix=word.error.fix[:1000], traceback=shorter
-        )
-        content = json.dumps(dataclasses.replace(word, error=error).to_json()).encode()
-    return content.ljust(FILE_BYTES - 1) + b"\n"
+    return json.dumps(shortened(word, FILE_BYTES)).encode().ljust(FILE_BYTES - 1) + b"\n"
+
+
+def shortened(word: LastWord, most_bytes: int) -> dict[str, Any]:
+    """Returns the word for JSON; shortens the traceback, and bounds the sentences, of one that exceeds the limit."""
+    if word.error is not None and len(json.dumps(word.to_json())) >= most_bytes:
+        trace, begin, end = word.error.traceback, most_bytes // 16, most_bytes * 5 // 16
+        shorter = trace if len(trace) <= begin + end else trace[:begin] + "\n...\n" + trace[-end:]
+        what, fix = word.error.what[:2000], word.error.fix[:1000]
+        word = dataclasses.replace(word, error=dataclasses.replace(word.error, what=what, fix=fix, traceback=shorter))
+    return word.to_json()
 
 
 def pieces(run_dir: RunDir, attempt: int) -> Path:
@@ -195,7 +199,8 @@ def merge(run_dir: RunDir, attempt: int, words: Sequence[LastWord], verdict: Run
     Raises:
         RunFailed: it cannot be written; the ranks' own files then remain.
     """
-    content = {"attempt": attempt, "verdict": verdict.to_json(), "ranks": [word.to_json() for word in words]}
+    ranks = [shortened(word, MERGED_BYTES // len(words)) for word in words]
+    content = {"attempt": attempt, "verdict": verdict.to_json(), "ranks": ranks}
     files.write_atomically(run_dir.words(attempt), json.dumps(content, indent=1).encode() + b"\n", run_dir.path)
     with contextlib.suppress(OSError):
         files.remove_folder(pieces(run_dir, attempt), run_dir.path)

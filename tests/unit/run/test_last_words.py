@@ -24,6 +24,7 @@ from hpctrain.run.last_words import (
     word_of,
 )
 from hpctrain.run.verdict import Action, RunVerdict
+from hpctrain.system import safe_read
 
 DONE = RunVerdict(Action.DONE, ExitCode.DONE, "done after step 4", code=Code.COMPLETED)
 
@@ -90,3 +91,19 @@ def test_words_without_codes_have_none_that_is_known(tmp_path):
     del saved["error"]["code"]
     read = word_of(saved)
     assert read.error is not None and read.error.code is Code.UNKNOWN and read.code is None
+
+
+def test_words_of_thousands_of_ranks_that_all_failed_can_be_read_again(tmp_path, monkeypatch):
+    run_dir, error = (
+        opened(tmp_path),
+        ErrorWord("no such file", "name it", "OSError", "in frame\n" * 1000, Code.EXCEPTION),
+    )
+    words = [dataclasses.replace(first_word(rank), ending=Ending.FAILED, error=error) for rank in range(64)]
+    monkeypatch.setattr(last_words, "MERGED_BYTES", last_words.MERGED_BYTES // 128)  # as with 8192 ranks
+    merge(run_dir, 1, words, DONE)
+    assert run_dir.words(1).stat().st_size < safe_read.MOST_BYTES // 128
+    saved = last_words.read(run_dir, 1)
+    assert saved is not None and [word.rank for word in saved.ranks] == list(range(64))
+    assert {(word.error.what, word.error.traceback[:8]) for word in saved.ranks if word.error} == {
+        (error.what, "in frame")
+    }
