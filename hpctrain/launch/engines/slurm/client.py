@@ -196,6 +196,8 @@ def accounted(ids: Sequence[str], timeout_s: float = TIMEOUT_S) -> list[QueueEnt
         return []
     entries = []
     for line in text.splitlines():
+        if line.count("|") != len(ACCOUNT_FIELDS) - 1:
+            continue  # a greeting of the site
         job, _, state, code, elapsed, limit, nodes, start = line.split("|")
         reason = "" if code == "0:0" else f"exit code {code}"
         entries.append(QueueEntry(job, state.split()[0] if state else "", reason, elapsed, "", limit, nodes, start))

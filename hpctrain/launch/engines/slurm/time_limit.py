@@ -47,9 +47,9 @@ class TimeLimit:
         """Returns the seconds until Slurm ends the job; infinity if unknown. Asks Slurm every LOOK_S."""
         if (now := time.time()) >= self.next_look:
             self.next_look = now + LOOK_S
-            fields = client.job_fields(self.job)
-            self.begin = seconds(fields.get("StartTime"), self.begin)
-            self.end = seconds(fields.get("EndTime"), self.end)
+            if fields := client.job_fields(self.job):  # the end of a job without a limit is "Unknown"
+                self.begin = seconds(fields.get("StartTime"), -math.inf)
+                self.end = seconds(fields.get("EndTime"), math.inf)
         return self.end - now
 
     def due(self, received: Sequence[int]) -> int:

@@ -100,3 +100,10 @@ def test_the_start_takes_what_the_quickest_attempt_took(tmp_path: Path) -> None:
         began = Attempts(run).all()[-1].started or 0.0
         EventWriter(run.events, print).append(RunStarted(step=0, attempt=number, time=began + took_s, ranks=1))
     assert start_s(run) == pytest.approx(20.0, abs=0.01)
+
+
+def test_a_limit_that_was_lifted_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "job_fields", lambda job: {"StartTime": "2026-01-01T00:00:00", "EndTime": "Unknown"})
+    lifted = limit(3600, 100)
+    lifted.next_look = 0.0
+    assert lifted.due([]) == 0 and lifted.has_room()
