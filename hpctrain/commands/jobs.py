@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import getpass
+import os
 import shlex
 import socket
 import time
@@ -243,7 +244,11 @@ def request_stop(run: RunDir) -> None:
         UserError: the run folder cannot be written.
     """
     try:
-        stop_request.request_stop(run, stop_request.StopRequest(f"{getpass.getuser()}@{socket.gethostname()}"))
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container without an entry for this user
+        user = str(os.geteuid())
+    try:
+        stop_request.request_stop(run, stop_request.StopRequest(f"{user}@{socket.gethostname()}"))
     except RunFailed as error:
         fix = "ask the run's owner, or hpctrain cancel ends its job"
         raise UserError(f"{run.stop_file} cannot be made: {error.what}", fix) from error
@@ -296,7 +301,9 @@ def logs(args: argparse.Namespace) -> int:
         {"file": str(log.path), "rank": log.rank, "attempt": log.attempt, "place": place.strip(" ()") or None}
         for log, place in pairs
     ]
-    answer(args.json, data, [f"==> {log.path}{place} <==\n{run_logs.read(log.path)}" for log, place in pairs])
+    answer(args.json, data, ())
+    for log, place in pairs if not args.json else ():  # one at a time: thousands of logs may not fit into memory
+        foreign_text.show(f"==> {log.path}{place} <==\n{run_logs.read(log.path)}")
     return ExitCode.DONE
 
 

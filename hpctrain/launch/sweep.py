@@ -130,6 +130,7 @@ def points_of(run_file: str, options: Sequence[Sequence[str]]) -> list[Point]:
     swept = [key for key in keys if key.startswith(CONTINUES)]
     earlier = {int(each.path.name): load(each.run_yaml) for each in resolve_run.elements_of(parent)}
     free = iter(sorted(set(range(len(earlier) + len(configs))) - earlier.keys()))
+    known = [(at, identity_of(old, swept)) for at, old in earlier.items()]
     points: list[Point] = []
     for config in configs:
         values = tuple((key, value_of(config, key)) for key in keys)
@@ -137,8 +138,7 @@ def points_of(run_file: str, options: Sequence[Sequence[str]]) -> list[Point]:
             shown = ", ".join(f"{key} {value_of(config, key)}" for key in keys or named)
             raise UserError(f"two points of the sweep are the same: {shown}", "give each value once")
         identity = identity_of(config, swept)
-        known = (at for at, old in earlier.items() if identity_of(old, swept) == identity)
-        index = next(known, None)
+        index = next((at for at, other in known if other == identity), None)
         index = next(free) if index is None else index
         own = dataclasses.replace(config, name=f"{config.name}-{index}", run_dir=str(parent.path / str(index)))
         points.append(Point(own, values))

@@ -127,3 +127,16 @@ def test_logs_of_ranks_that_share_out_a_model_have_their_places(tmp_path: Path) 
     found = [*logs.find(run, attempt=1), *logs.find(run, "3", attempt=2)]
     assert [log.path.name for log in found] == ["slurm-7.out", "7-1-3.out", "7-1-9.out", "7-2-3.out"]
     assert logs.places(run, found) == ["", " (data 1, tensor 1)", "", ""]
+
+
+def test_logs_of_thousands_of_ranks_are_printed_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, shown = RunDir(tmp_path), []
+    run.create()
+    (run.path / "events.jsonl").touch()
+    for rank in range(3):
+        (run.logs / f"local-1-{rank}.out").touch()
+    monkeypatch.setattr(logs, "read", lambda path: shown.append(capsys.readouterr().out) or path.name)
+    assert cli.dispatch(["logs", str(tmp_path)]) == ExitCode.DONE
+    assert shown[0] == "" and "local-1-0.out" in shown[1] and "local-1-1.out" in shown[2], "one is in memory at a time"

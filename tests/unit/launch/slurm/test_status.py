@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pwd
 import shutil
 import socket
 import time
@@ -515,3 +517,21 @@ def test_advice_on_reasons_to_wait_is_for_jobs_that_wait(
     said = explained(capsys, str(submitted(tmp_path / "r", "14").path))
     assert said.startswith(title) and advice in said.lower()
     assert "launch.slurm.begin" not in said
+
+
+def test_greetings_of_a_site_are_not_taken_for_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "7|7|CANCELLED by 1000|0:15|1-00:00:00|UNLIMITED|n[001-010,12]|Unknown"
+    (tmp_path / "sacct").write_text(f"#!/bin/sh\necho; echo Welcome to the cluster; echo '{line}'\n")
+    (tmp_path / "sacct").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    [found] = client.accounted(["7"])
+    assert (found.id, found.state, found.elapsed, found.nodes) == ("7", "CANCELLED", "1-00:00:00", "n[001-010,12]")
+
+
+def test_a_user_without_a_name_may_stop_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that is started for any user number."""
+    monkeypatch.setattr(pwd, "getpwuid", lambda number: {}[number])
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    slurm_commands.request_stop(RunDir(tmp_path))
+    assert (tmp_path / "STOP").read_text().startswith(f"{os.geteuid()}@")
