@@ -121,7 +121,7 @@ def all_ended_well(words: Sequence[LastWord], ranks: int) -> bool:
 def _hangs(run_dir: RunDir, attempt: int) -> list[Hang]:
     """Returns the monitor's events about ranks that hung, died or were cut off in an attempt."""
     try:
-        events = stored_events(run_dir.monitor_events)
+        events = stored_events(run_dir.monitor_events, marked=[f'"{Hang.NAME}"'.encode()])
         return [event for event in events if isinstance(event, Hang) and event.attempt == attempt]
     except OSError:
         return []

@@ -9,8 +9,8 @@ from typing import Any
 from hpctrain.monitor.chief.finding import FindingState, Kind, Watched
 from hpctrain.run.events import Devices, RankDevice, Straggler
 
-EVENT_S = 600.0
-"""Seconds between events: with a row for each rank, they are long."""
+EVENT_S, RANK_S = 600.0, 0.6
+"""Seconds between events, at least, and for each rank, of which an event has a row: many ranks must not fill a disk."""
 
 
 class DeviceReports:
@@ -55,7 +55,7 @@ class DeviceReports:
     def tick(self, now: float) -> None:
         """Writes an event if one is due."""
         if now >= self.next_event:
-            self.next_event = now + EVENT_S
+            self.next_event = now + max(EVENT_S, RANK_S * len(self.ranks))
             self.write()
 
     def write(self) -> None:

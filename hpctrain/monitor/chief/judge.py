@@ -401,7 +401,7 @@ class Judge:
             is_now - was < self.rule.calm * step,
             cause=slowness.NETWORK,
             slowdown=is_now / max(was, 1e-9) - 1,
-            cost=(is_now - was) / (step + is_now - was),
+            cost=(is_now - was) / max(step + is_now - was, 1e-9),
         )
 
     def abstain(self, window: Window, silent: NDArray[np.bool_]) -> list[Finding]:

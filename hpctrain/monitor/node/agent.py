@@ -167,6 +167,8 @@ class ChiefAgent:
 
     def hear(self, connection: Connection) -> None:
         """Handles another agent's messages."""
+        if connection.ended:  # its agent has just connected again
+            return
         messages = connection.receive()
         if connection.trusted and connection not in self.trusted:
             self.trusted.add(connection)

@@ -183,10 +183,12 @@ def test_a_connection_that_breaks_while_the_first_node_sends_can_come_again() ->
             return other
 
         other = meet()
+        former = first.by_node[1]
         other.stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, not an end
         other.stream.close()
         first.obey([NodeCommand(1, Message("look"))])
         other = meet()
+        first.hear(former)  # it was readable in the same turn in which the node came again
         assert other.trusted and first.trusted == {first.by_node[1]}
         other.close()
         first.by_node[1].close()

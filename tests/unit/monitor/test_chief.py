@@ -21,7 +21,7 @@ from hpctrain.monitor.window import Window
 from hpctrain.report.plots import heat_maps
 from hpctrain.run import bad_nodes
 from hpctrain.run.bad_nodes import BadNode
-from hpctrain.run.events import CUT_OFF
+from hpctrain.run.events import CUT_OFF, RankDevice
 from hpctrain.run.folder import RunDir
 from hpctrain.run.run_view import RunView
 from hpctrain.train.clock import Phase
@@ -388,3 +388,13 @@ def test_a_host_whose_gpu_is_broken_is_excluded_whatever_the_action(tmp_path: Pa
     assert said == ["GPU 3: fell off the bus (Xid 79) on n2; the host is excluded from the next requeue, for 24 h"]
     [entry] = bad_nodes.of_run(RunDir(tmp_path)).entries(0.0)
     assert (entry.host, entry.reason) == ("n2", "GPU 3: fell off the bus (Xid 79) on n2")
+
+
+@pytest.mark.parametrize(("ranks", "events"), [(16, 6), (8000, 1)])
+def test_rows_of_many_ranks_do_not_fill_the_disk(ranks: int, events: int, tmp_path: Path) -> None:
+    chief, _ = chief_in(tmp_path)
+    chief.devices.ranks |= {rank: RankDevice(rank, "n0") for rank in range(ranks)}
+    begin = chief.devices.next_event
+    for minute in range(60):
+        chief.devices.tick(begin + 60 * minute)
+    assert len(events_of(tmp_path)) == events
