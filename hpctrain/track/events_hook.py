@@ -64,7 +64,7 @@ class EventsHook(BaseHook):
         self.every_steps = every_steps
         self.sinks = sinks
         self.results: list[StepResult] = []
-        self.began = self.interval_began = time.time()
+        self.began, self.interval_began = time.time(), time.monotonic()
         self.first_step = self.samples = self.tokens = 0
         self.hosts: list[str] = []
         self.has_started = False
@@ -75,7 +75,7 @@ class EventsHook(BaseHook):
     def before_fit(self, training: Training) -> None:
         self.hosts = sorted(set(training.world.everyone.allgather(training.world.host, "name the hosts")))
         self.clock.take()
-        self.began = self.interval_began = time.time()
+        self.began, self.interval_began = time.time(), time.monotonic()
         self.first_step, self.samples = training.state.step, training.state.samples
 
     def after_step(self, training: Training, result: StepResult) -> None:
@@ -181,7 +181,7 @@ class EventsHook(BaseHook):
         training.clock.mark(Phase.CALLBACKS)
         means = mean_over_ranks(totals, data, "report the interval's means")
         training.clock.mark(Phase.EXCHANGE)  # waiting for others is not this rank's work
-        now = time.time()
+        now = time.monotonic()  # the host's clock may be set during the run
         seconds_taken = max(now - self.interval_began, 1e-9)
         samples_per_s = (state.samples - self.samples) / seconds_taken
         tokens_per_s = means.pop(TOKENS) * data.size / seconds_taken
