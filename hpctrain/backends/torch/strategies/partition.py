@@ -169,8 +169,8 @@ class Partition:
         return Slices(shape, 0, (0,), length, self.group.rank, self.group.size, slice(begin, end))
 
     def leave(self) -> None:
-        """Ends a forward pass: from here on, ranks draw equal random numbers again."""
-        self.tp_group.leave()
+        """Ends a forward pass."""
+        self.tp_group.forget_inputs()
 
     def passing(self) -> AbstractContextManager[None]:
         """A context for the task's own code, which computes with the model."""

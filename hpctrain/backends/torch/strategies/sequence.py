@@ -21,6 +21,7 @@ from torch.nn import Identity, Linear, Module
 from torch.nn.functional import linear, pad
 
 from hpctrain.backends.torch.strategies.fsdp.layers import is_container, layers_of
+from hpctrain.backends.torch.strategies.split_values import plain
 from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy
 from hpctrain.backends.torch.strategies.tensor import CutLayer, layers_to_cut
 from hpctrain.backends.torch.strategies.tp_group import TPGroup, exchanged, mapped, summed_backward
@@ -184,11 +185,9 @@ class RowStream:
         """Whether values are a rank's rows."""
         return values.shape[:-1] == self.rows.of_rank
 
-    def enter(self, module: Module, values: Tensor) -> None:
-        """From here on, each rank has other values, and draws different random numbers for them."""
-        self.tp_group.leave(always=False)
-        if module.training and (self.drops or not torch.compiler.is_compiling()):  # random states cannot be compiled
-            self.tp_group.enter(values.device)
+    def parts(self, values: Tensor, module: Module) -> Tensor:
+        """Values of which each rank has others, computed by a module."""
+        return self.tp_group.parts(values, module.training, self.drops)
 
 
 class GatheredRows(torch.autograd.Function):
@@ -227,9 +226,7 @@ def block_forward(
         values = mapped(values, stream.rows.own, stream.rows.joined)
     elif not stream.is_of_rank(values):
         raise UserError("parallel.sequence is true, and blocks of the model do not follow each other", BLOCKS)
-    stream.enter(block, values)
-    found = forward(values, *more, **keys)
-    stream.tp_group.leave(always=False)
+    found = forward(stream.parts(values, block), *more, **keys)
     rows, *others = found if isinstance(found, tuple) else (found,)
     if not stream.is_of_rank(rows):
         what = (
@@ -238,8 +235,8 @@ def block_forward(
         raise UserError(what, BLOCKS)
     if not is_last:
         return found
-    whole = mapped(rows, stream.rows.joined, functools.partial(begin_backward, stream, stream.rows))
-    return (whole, *others) if isinstance(found, tuple) else whole
+    everything = mapped(plain(rows), stream.rows.joined, functools.partial(begin_backward, stream, stream.rows))
+    return (everything, *others) if isinstance(found, tuple) else everything
 
 
 def begin_backward(stream: RowStream, rows: CallRows, gradients: Tensor) -> Tensor:
@@ -251,8 +248,7 @@ def begin_backward(stream: RowStream, rows: CallRows, gradients: Tensor) -> Tens
 
 
 def norm_forward(stream: RowStream, norm: Module, values: Tensor) -> Tensor:
-    """Normalises rows, and gathers them. Ranks have addends of the gradients of weights, which are summed. What drops
-    gathered values drops the same on all ranks."""
+    """Normalises rows, and gathers them. Ranks have addends of the gradients of weights, which are summed."""
     weights: dict[str, Tensor] = dict(norm.named_parameters())
     if not stream.is_of_rank(values):  # whole ones, or heads; require_rows saw to weights
         return functional_call(norm, {}, (values,))  # type: ignore[no-any-return]
@@ -260,12 +256,11 @@ def norm_forward(stream: RowStream, norm: Module, values: Tensor) -> Tensor:
         flat = summed_backward(torch.cat([one.flatten() for one in weights.values()]), stream.tp_group)
         parts = flat.split([one.numel() for one in weights.values()])
         weights = {name: part.to(one.dtype) for (name, one), part in zip(weights.items(), parts, strict=True)}
-    own: Tensor = functional_call(norm, weights, (values,))
-    whole = mapped(own, stream.rows.joined, stream.rows.own)
-    inside: Tensor = GatheredRows.apply(own, whole.detach(), stream.rows)  # type: ignore[no-untyped-call]
-    stream.tp_group.use_inputs(whole, inside)
-    stream.tp_group.leave(always=False)
-    return whole
+    own: Tensor = functional_call(norm, weights, (plain(values),))
+    gathered = mapped(own, stream.rows.joined, stream.rows.own)
+    inside: Tensor = GatheredRows.apply(own, gathered.detach(), stream.rows)  # type: ignore[no-untyped-call]
+    stream.tp_group.use_inputs(gathered, inside)
+    return gathered
 
 
 def columns_forward(one: CutLayer, stream: RowStream, values: Tensor) -> Tensor:
@@ -275,8 +270,7 @@ def columns_forward(one: CutLayer, stream: RowStream, values: Tensor) -> Tensor:
     if values.shape[:-1] != stream.rows.leading:
         raise UserError(f"parallel.sequence is true, and {one.name} gets rows that no norm has gathered", BLOCKS)
     outputs = linear(stream.tp_group.inputs(values), layer.weight, layer.bias)
-    stream.enter(layer, outputs)
-    return outputs
+    return stream.parts(outputs, layer)
 
 
 def rows_forward(one: CutLayer, stream: RowStream, values: Tensor) -> Tensor:
@@ -286,6 +280,6 @@ def rows_forward(one: CutLayer, stream: RowStream, values: Tensor) -> Tensor:
     stream.tp_group.forget_inputs()
     constant = None if layer.bias is None else layer.bias.detach()
     # The difference is zero. It gives the bias, which is added to rows, the gradient of all rows.
-    addends = linear(values, layer.weight, None if layer.bias is None else layer.bias - constant)
+    addends = linear(plain(values), layer.weight, None if layer.bias is None else layer.bias - constant)
     rows = mapped(addends, stream.rows.scattered, stream.rows.joined)
-    return rows if constant is None else rows + constant.to(rows.dtype)
+    return stream.parts(rows if constant is None else rows + constant.to(rows.dtype), layer)

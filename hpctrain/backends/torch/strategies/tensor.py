@@ -17,6 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from hpctrain.backends.torch.strategies.parameter_traits import require_elementwise
 from hpctrain.backends.torch.strategies.partition import Partition, Slices
+from hpctrain.backends.torch.strategies.split_values import plain
 from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy
 from hpctrain.backends.torch.strategies.tp_group import (
     CutLogits,
@@ -278,7 +279,6 @@ def slices_of(shape: tuple[int, ...], axis: int, parts: int, tensor: Group, data
 
 def columns_forward(one: CutLayer, tp_group: TPGroup, values: Tensor) -> Tensor | CutLogits:
     """This rank's outputs of a ``columns`` layer, or all of them if gathered, as logits always are in evaluation."""
-    tp_group.leave(always=False)
     layer = one.layer
     assert isinstance(layer, Linear), "layers_to_cut has seen to it"
     outputs = linear(tp_group.inputs(values), layer.weight, layer.bias)
@@ -286,14 +286,11 @@ def columns_forward(one: CutLayer, tp_group: TPGroup, values: Tensor) -> Tensor 
         return gathered(outputs, tp_group)
     if one.word.classes:
         return CutLogits(outputs, tp_group, one.name)
-    if layer.training and (one.drops or not torch.compiler.is_compiling()):  # random states cannot be compiled
-        tp_group.enter(outputs.device)
-    return outputs
+    return tp_group.parts(outputs, layer.training, one.drops)
 
 
 def rows_forward(one: CutLayer, tp_group: TPGroup, values: Tensor) -> Tensor:
     """All outputs of a ``rows`` layer, from this rank's part of the inputs."""
-    tp_group.leave(always=False)
     layer = one.layer
     assert isinstance(layer, Linear), "layers_to_cut has seen to it"
     if values.shape[-1] != layer.weight.shape[1]:
@@ -302,7 +299,7 @@ def rows_forward(one: CutLayer, tp_group: TPGroup, values: Tensor) -> Tensor:
             "layer before it is not split to match",
             "split the layer that makes its inputs by columns, and infer the number of heads with -1 in views",
         )
-    own = linear(values, layer.weight)
+    own = linear(plain(values), layer.weight)
     outputs = tp_group.outputs(own)
     return outputs if layer.bias is None else outputs + layer.bias.to(outputs.dtype)
 
@@ -310,7 +307,6 @@ def rows_forward(one: CutLayer, tp_group: TPGroup, values: Tensor) -> Tensor:
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the number of rows differs between batches
 def vocabulary_forward(one: CutLayer, tp_group: TPGroup, indices: Tensor) -> Tensor:
     """The vectors of all indices; each rank contributes each of its rows that occur, once."""
-    tp_group.leave(always=False)
     layer = one.layer
     assert isinstance(layer, Embedding), "layers_to_cut has seen to it"
     count, group = layer.weight.shape[0], tp_group.group

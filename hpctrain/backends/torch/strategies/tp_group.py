@@ -1,12 +1,11 @@
-"""Communication where split layers of a PyTorch model begin and end: sums over ranks, rank-dependent random numbers,
-and the cross-entropy of logits whose classes are split, which are never gathered."""
+"""Communication where split layers of a PyTorch model begin and end: sums over ranks, and the cross-entropy of logits
+whose classes are split, which are never gathered."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NoReturn, TypeAlias, cast
 from weakref import WeakValueDictionary
 
@@ -16,25 +15,19 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.functional import embedding
 
-from hpctrain.backends.torch import accelerator
 from hpctrain.backends.torch.strategies.exchange import Exchange, HostExchange
+from hpctrain.backends.torch.strategies.split_values import of_rank, plain
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from hpctrain.train.clock import NO_CLOCK, Neighbours, StepClock, Waiting
-from hpctrain.train.seeds import derive
 
 HALVES = (torch.bfloat16, torch.float16)
 """Dtypes that MPI cannot add, and in which sums would lose precision."""
 Map: TypeAlias = Callable[[Tensor], Tensor]
-Outside: TypeAlias = list[tuple[torch.Generator, Tensor, int]]
-"""Random generators with their state before split layers and their seed inside them; empty outside."""
 
 
 class TPGroup:
     """The part of a model where each rank of a group has some of the values: after ``columns``, before ``rows``.
-
-    Inside, dropout differs between ranks; outside, it is equal. The random streams inside are derived from the one
-    outside at each entry, so they have no state to be saved.
 
     Args:
         group: the ranks, all of which call every method in the same order.
@@ -57,13 +50,12 @@ class TPGroup:
         GROUPS[self.name] = self
         self.waiting = Waiting(clock, neighbours)
         self.exchange: Exchange = exchange or HostExchange(group, self.waiting)
-        self.outside: Outside = []
-        """Non-empty while random numbers are those of the inside."""
         self.entered: tuple[Tensor, int, Tensor] | None = None
         """The last whole values that entered split layers, with their version; and what the layers compute with."""
 
     def inputs(self, values: Tensor) -> Tensor:
         """Whole values for a split layer. Layers with the same inputs, such as queries and keys, sum gradients once."""
+        values = plain(values)
         if not torch.is_grad_enabled():
             return values
         if self.entered is None or self.entered[0] is not values or self.entered[1] != values._version:
@@ -80,52 +72,21 @@ class TPGroup:
         """Frees what the last split layers have computed with."""
         self.entered = None
 
+    def parts(self, values: Tensor, is_training: bool, drops: bool) -> Tensor:
+        """This rank's part of values, marked so that random operations on it differ between ranks.
+
+        Args:
+            values: the part.
+            is_training: whether the model may draw random numbers now.
+            drops: whether it is known to do so; otherwise graphs of torch.compile are not interrupted for the mark.
+        """
+        is_marked = is_training and (drops or not torch.compiler.is_compiling())
+        return values.as_subclass(of_rank(self.group.rank)) if is_marked else values
+
     def outputs(self, values: Tensor) -> Tensor:
         """Whole values from this rank's addends, which a split layer has computed."""
         self.forget_inputs()
         return summed_forward(values, self)
-
-    def enter(self, device: torch.device) -> None:
-        """Enters split layers: from here on, each rank draws different random numbers."""
-        if not self.outside:
-            self._enter(device)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _enter(self, device: torch.device) -> None:
-        number = int(torch.randint(2**62, ()))
-        generators = accelerator.generators(device)
-        seed = derive(number, self.group.rank)
-        self.outside = [(generator, generator.get_state(), seed) for generator in generators]
-        for generator in generators:
-            generator.manual_seed(seed)
-
-    def leave(self, always: bool = True) -> None:
-        """Leaves split layers: from here on, all ranks draw the same random numbers again.
-
-        Args:
-            always: False inside a model: if torch's activation checkpointing has recomputed a part that ends in
-                split layers, it has restored random states itself, and others may have been set since.
-        """
-        if always:
-            self.forget_inputs()
-        if self.outside:
-            self._leave(always)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _leave(self, always: bool) -> None:
-        for generator, state, seed in self.outside:
-            if always or generator.initial_seed() == seed:
-                generator.set_state(state)
-        self.outside = []
-
-    @contextmanager
-    def again(self, outside: Outside) -> Iterator[None]:
-        """A context for recomputing what was computed when ``self.outside`` was ``outside``; restores it afterwards."""
-        now, self.outside = self.outside, list(outside)
-        try:
-            yield
-        finally:
-            self.outside = now
 
     def summed(self, values: Tensor, what: str) -> Tensor:
         """A new tensor, the sum over the ranks, bitwise equal on all of them."""

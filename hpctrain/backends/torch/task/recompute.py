@@ -15,7 +15,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy
 from hpctrain.backends.torch.strategies.tensor import CONTAINERS
-from hpctrain.backends.torch.strategies.tp_group import Outside, TPGroup
 from hpctrain.errors import UserError
 
 AT = torch.ops.aten
@@ -36,18 +35,17 @@ def save_memory(opening: Opening, prepared: Prepared) -> Prepared:
     """Makes the configured layers recompute their activations."""
     train = opening.config.train
     kept = PRODUCTS if train.recompute_keeps == "products" else ()
-    recompute(opening.model, train.recompute, prepared.partition.tp_group, kept)
+    recompute(opening.model, train.recompute, kept)
     return prepared
 
 
-def recompute(model: Module, patterns: Sequence[str], tp_group: TPGroup, kept: Sequence[Any] = ()) -> list[str]:
+def recompute(model: Module, patterns: Sequence[str], kept: Sequence[Any] = ()) -> list[str]:
     """Makes layers of a model recompute, in place. Names and parameters do not change; results are bitwise identical.
 
     Args:
         model: the model.
         patterns: patterns of layer names, such as ``blocks.*``; ``*`` means all layers. A layer inside a matching one
             is part of it.
-        tp_group: the ranks that split layers.
         kept: operations whose results layers keep besides their inputs.
 
     Returns:
@@ -70,7 +68,7 @@ def recompute(model: Module, patterns: Sequence[str], tp_group: TPGroup, kept: S
                 "leave it out of train.recompute, or torch.compile out of the task",
             )
     for layer in layers.values():
-        layer.forward = functools.partial(Recomputed(layer, tp_group, kept), layer.forward)
+        layer.forward = functools.partial(Recomputed(layer, kept), layer.forward)
     return list(layers)
 
 
@@ -110,13 +108,11 @@ class Recomputed:
 
     Args:
         layer: the module.
-        tp_group: the ranks that split layers, of which this one may contain some; the second pass draws the same random
-            numbers and exchanges with the same ranks as the first.
         kept: operations that the second pass does not compute again, unless they draw random numbers.
     """
 
-    def __init__(self, layer: Module, tp_group: TPGroup, kept: Sequence[Any]) -> None:
-        self.layer, self.tp_group, self.kept = layer, tp_group, list(kept)
+    def __init__(self, layer: Module, kept: Sequence[Any]) -> None:
+        self.layer, self.kept = layer, list(kept)
         self.changing: set[str] | None = None
         """Names of buffers that a forward pass changes (others are masks and tables); None before the first pass."""
 
@@ -127,7 +123,7 @@ class Recomputed:
         before: dict[str, torch.Tensor] = {}
 
         def passes() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-            own = self._first(before), self._second(before, list(self.tp_group.outside))
+            own = self._first(before), self._second(before)
             keeping = create_selective_checkpoint_contexts(self.policy) if self.kept else (nullcontext(), nullcontext())
             return within(own[0], keeping[0]), within(own[1], keeping[1])
 
@@ -160,13 +156,12 @@ class Recomputed:
                 raise UserError(what, "leave the layer out of train.recompute")
 
     @contextlib.contextmanager
-    def _second(self, before: dict[str, torch.Tensor], outside: Outside) -> Iterator[None]:
+    def _second(self, before: dict[str, torch.Tensor]) -> Iterator[None]:
         buffers = [(buffer, before[name]) for name, buffer in self.layer.named_buffers() if name in before]
         after = [buffer.clone() for buffer, _ in buffers]
         _fill([buffer for buffer, _ in buffers], [value for _, value in buffers])
         try:
-            with self.tp_group.again(outside):
-                yield
+            yield
         finally:
             _fill([buffer for buffer, _ in buffers], after)
 

@@ -12,15 +12,11 @@ from torch.nn import functional
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpctrain.backends.torch.strategies.partition import uncut
-from hpctrain.backends.torch.strategies.tp_group import TPGroup
 from hpctrain.backends.torch.task.recompute import PRODUCTS, draws, recompute
 from hpctrain.backends.torch.torch_framework import TorchFramework
 from hpctrain.comm.world import alone
 from hpctrain.errors import UserError
 from tests.tasks.torch_tasks import make_framework, train
-
-ALONE = uncut().tp_group
 
 
 class Block(nn.Module):
@@ -77,7 +73,7 @@ def kept_bytes(patterns: tuple[str, ...]) -> int:
     """What a forward pass keeps for the backward pass, weights aside."""
     model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU()) for _ in range(4)])
     stack = nn.Sequential(*(Whole(part) for part in model))
-    recompute(stack, patterns, ALONE)
+    recompute(stack, patterns)
     kept: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -122,7 +118,7 @@ class Products(TorchDispatchMode):
 def test_kept_products_are_not_computed_again(kept: tuple[Any, ...], times: int) -> None:
     stack = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU()) for _ in range(4)))
     whole = nn.Sequential(Whole(stack))
-    recompute(whole, ["*"], ALONE, kept)
+    recompute(whole, ["*"], kept)
     with Products() as counted:
         whole(torch.randn(16, 8)).sum().backward()
     assert counted.number == 8 * times
@@ -145,7 +141,7 @@ def test_kept_operations_that_draw_leave_later_random_numbers_as_they_are() -> N
     for kept in ((), (torch.ops.aten.native_dropout.default,)):
         torch.manual_seed(0)
         model = nn.Sequential(Drops())
-        recompute(model, ["*"], ALONE, kept)
+        recompute(model, ["*"], kept)
         model(torch.randn(16, 8)).sum().backward()
         found.append([one.grad for one in model.parameters()])
     torch.testing.assert_close(*found, rtol=0, atol=0)
@@ -162,14 +158,14 @@ def test_attention_draws_only_with_dropout(share: float) -> None:
 
 def test_a_pattern_that_matches_nothing_is_refused_with_the_layers_there_are() -> None:
     with pytest.raises(UserError, match=r"no layer of the model is called block\.\*") as error:
-        recompute(Net(), ["block.*"], ALONE)
+        recompute(Net(), ["block.*"])
     assert "inward, blocks.0, blocks.1" in error.value.fix
 
 
 def test_a_pattern_of_what_is_inside_of_another_match_is_told_as_that() -> None:
     net = nn.ModuleDict({"block": nn.TransformerEncoderLayer(4, 1, 4), "rest": nn.Linear(4, 4)})
     with pytest.raises(UserError, match=r"block\.linear\* matches only what is inside block,") as error:
-        recompute(net, ["bl*", "block.linear*"], ALONE)
+        recompute(net, ["bl*", "block.linear*"])
     assert error.value.fix.startswith("leave block.linear* out")
 
 
@@ -187,7 +183,7 @@ def test_a_buffer_that_begins_to_change_later_is_not_passed_over() -> None:
             return values * self.weight * self.scale
 
     model = nn.Sequential(Late())
-    recompute(model, ["*"], ALONE)
+    recompute(model, ["*"])
     model(torch.randn(3, 2)).sum().backward()
     with pytest.raises(UserError, match="has changed its buffer scale"):
         for _ in range(3):
@@ -200,40 +196,7 @@ def test_layers_that_the_task_compiles_are_named() -> None:
     in_place.blocks[1].compile(backend="eager")
     for model, patterns in ((inside, ["_orig_mod.blocks.*"]), (inside, ["*"]), (in_place, ["blocks.*"])):
         with pytest.raises(UserError, match=r"the task compiles (_orig_mod|blocks\.1)"):
-            recompute(model, patterns, ALONE)
-    recompute(in_place, ["blocks.2", "out"], ALONE)
+            recompute(model, patterns)
+    recompute(in_place, ["blocks.2", "out"])
     around = nn.Sequential(torch.compile(Block(), backend="eager"))
-    assert recompute(around, ["*"], ALONE) == ["0"], "the compiled part is called again"
-
-
-class Between(nn.Module):
-    """Begins and ends where each rank of a tensor group draws its own numbers; in between all draw the same."""
-
-    def __init__(self, tp_group: TPGroup) -> None:
-        super().__init__()
-        self.tp_group = tp_group
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, values: Tensor) -> Tensor:
-        values = nn.functional.dropout(values, 0.5)
-        self.tp_group.leave()
-        values = nn.functional.dropout(self.linear(values), 0.5)
-        self.tp_group.enter(values.device)
-        return nn.functional.dropout(values, 0.5).square()
-
-
-def test_random_numbers_of_cut_layers_are_drawn_again() -> None:
-    gradients = []
-    for patterns in ([], ["0"]):
-        torch.manual_seed(7)
-        tp_group = uncut().tp_group
-        stack = nn.Sequential(Between(tp_group))
-        recompute(stack, patterns, tp_group)
-        tp_group.enter(torch.device("cpu"))
-        total = stack(torch.ones(5, 6)).sum()
-        tp_group.leave()
-        expected = torch.random.get_rng_state()
-        total.backward()
-        assert torch.equal(torch.random.get_rng_state(), expected) and not tp_group.outside
-        gradients.append(stack[0].linear.weight.grad)
-    assert torch.equal(*gradients) and gradients[0].count_nonzero() > 0
+    assert recompute(around, ["*"]) == ["0"], "the compiled part is called again"

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hpctrain import UserError, columns, rows
 from hpctrain.backends.torch.strategies.partition import Partition
 from hpctrain.backends.torch.strategies.sequence import blocks_of, compute_in_rows
+from hpctrain.backends.torch.strategies.split_values import SplitValues
 from hpctrain.backends.torch.strategies.tensor import cut_model, layers_to_cut
 from hpctrain.backends.torch.strategies.tp_group import TPGroup
 from hpctrain.backends.torch.task.recompute import recompute
@@ -69,9 +70,9 @@ def compare(
         own, tp_group = copy.deepcopy(whole), TPGroup(group)
         for one in own.modules():
             if isinstance(one, Drop):
-                one.tp_group = tp_group
+                one.rank = group.rank
         cut = in_rows(own, words, tp_group)
-        recompute(own, recomputed, tp_group)
+        recompute(own, recomputed)
         for name, found in of(own, values).items():
             part = cut.slices.get(name)
             torch.testing.assert_close(found, part.of(wanted[name]) if part else wanted[name], rtol=0, atol=1e-12)
@@ -82,7 +83,7 @@ def compare(
 class Drop(nn.Module):
     """Dropout of its own random numbers: threads share torch's."""
 
-    tp_group: TPGroup | None = None
+    rank = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,9 +91,9 @@ class Drop(nn.Module):
         """For each call, whether ranks drew different numbers."""
 
     def forward(self, x: Tensor) -> Tensor:
-        self.differs.append(self.tp_group is not None and bool(self.tp_group.outside))
-        seed = 1 + self.tp_group.group.rank if self.tp_group is not None and self.differs[-1] else 0
-        return x * torch.rand(x.shape, generator=torch.Generator().manual_seed(seed), dtype=x.dtype).round()
+        self.differs.append(isinstance(x, SplitValues))
+        generator = torch.Generator().manual_seed(1 + self.rank if self.differs[-1] else 0)
+        return x * torch.rand(x.shape, generator=generator, dtype=x.dtype).round()
 
 
 class Feed(nn.Module):
@@ -129,8 +130,6 @@ def test_dropout_differs_between_ranks_where_their_values_do() -> None:
     def on_a_rank(group: Group) -> None:
         model, tp_group = nn.Sequential(Feed(*kinds), Feed(*kinds)), TPGroup(group)
         drops = {name: one for name, one in model.named_modules() if isinstance(one, Drop)}
-        for one in drops.values():
-            one.tp_group = tp_group
         in_rows(model, WORDS_OF, tp_group)
         model(torch.ones(2, 3, 8))
         assert {name: one.differs for name, one in drops.items()} == {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import re
 from pathlib import Path
@@ -15,7 +14,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from hpctrain import UserError, columns, rows, vocabulary
 from hpctrain.backends.named_state import plain_name
@@ -199,21 +197,6 @@ def test_values_that_are_whole_where_parts_should_come_are_refused() -> None:
         model(torch.zeros(1, 7, dtype=torch.int64))
 
 
-def test_random_numbers_inside_are_made_of_those_outside() -> None:
-    drawn: dict[int, list[Tensor]] = {}
-    for rank in range(2):
-        torch.manual_seed(5)
-        tp_group = TPGroup(OneOf(rank, 2))
-        tp_group.enter(torch.device("cpu"))
-        inside = torch.rand(3)
-        tp_group.enter(torch.device("cpu"))
-        again = torch.rand(3)
-        tp_group.leave()
-        tp_group.leave()
-        drawn[rank] = [inside, again, torch.rand(3)]
-    assert [torch.equal(*pair) for pair in zip(*drawn.values(), strict=True)] == [False, False, True]
-
-
 class Potential(nn.Module):
     """An energy, whose gradient by the places is a force."""
 
@@ -323,31 +306,3 @@ def test_the_page_shows_a_task_that_can_be_cut(tmp_path: Path) -> None:
     assert all(isinstance(word, LayerCut) for word in task.tensor.values())
     words = ["--name", "run", "--task", f"{tmp_path}/task.py:task", "--train.steps", "1", "--train.global_batch", "4"]
     try_task(load(None, [*words, "--parallel.tensor", "2", "--parallel.pipeline", "4"]))
-
-
-def test_what_the_model_computes_again_itself_may_end_where_values_are_cut() -> None:
-    """By a checkpoint of torch around a layer with columns and dropout: both passes drop the same, twice in a row."""
-
-    def gradient(call: Any) -> torch.Tensor:
-        tp_group, values = TPGroup(Group("tensor")), torch.ones(64, requires_grad=True)
-
-        def part(x: torch.Tensor) -> torch.Tensor:
-            tp_group.leave(always=False)  # as a layer with columns does
-            tp_group.enter(x.device)
-            return torch.nn.functional.dropout(x * x, 0.5)
-
-        def layer(x: torch.Tensor) -> torch.Tensor:
-            outputs = call(part, x)
-            tp_group.leave(always=False)  # as one with rows does
-            return outputs
-
-        torch.manual_seed(5)
-        for _ in range(2):  # micro-batches
-            outputs = layer(layer(values) + 1)
-            tp_group.leave()
-            outputs.sum().backward()
-        assert values.grad is not None
-        return values.grad
-
-    again = functools.partial(checkpoint, use_reentrant=False)
-    assert torch.equal(gradient(again), gradient(lambda part, x: part(x)))

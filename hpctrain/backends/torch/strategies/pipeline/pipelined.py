@@ -23,7 +23,7 @@ from hpctrain.backends.torch.strategies.partition import Partition
 from hpctrain.backends.torch.strategies.pipeline.stage import ACTIVATION, OUTPUT, Received, Stage
 from hpctrain.backends.torch.strategies.pipeline.stage_schedule import one_forward_one_backward
 from hpctrain.backends.torch.strategies.pipeline.stages import Layer, is_chain
-from hpctrain.backends.torch.strategies.tp_group import TPGroup
+from hpctrain.backends.torch.strategies.split_values import own_stream
 from hpctrain.backends.torch.task.checks import try_loss
 from hpctrain.backends.torch.task.task_state import TaskState, attributes
 from hpctrain.comm.world import World
@@ -83,7 +83,6 @@ class Pipelined:
     meets = True
 
     def __post_init__(self) -> None:
-        self.streams = TPGroup(self.stage.group)
         self.called: Any = self
 
     @property
@@ -188,12 +187,11 @@ class Pipelined:
     def _own_streams(self) -> Iterator[None]:
         """Uses different random numbers on each stage, derived from the common stream, without more state to save."""
         host = host_random_state()
-        self.streams.enter(self.stage.device)
-        seed_python(torch.initial_seed())
         try:
-            yield
+            with own_stream(self.stage.rank, self.stage.device):
+                seed_python(torch.initial_seed())
+                yield
         finally:
-            self.streams.leave()
             restore_host_random_state(host)
 
     def placed(self, tensors: Iterable[StateTensor]) -> list[StateTensor]:
