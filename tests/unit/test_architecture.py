@@ -65,7 +65,7 @@ TOKENS: dict[str, int] = {
     "reduce": 15030,
     "train": 14487,
     "tasks": 7308,
-    "backends": 124167,
+    "backends": 124326,
     "checkpoint": 49361,
     "monitor": 32661,
     "track": 6576,
@@ -372,6 +372,7 @@ SET_FROM_OUTSIDE = {
     *("_value", "_shape", "keras_variable"),  # Keras variables get the tensors of a plan
     "unsharded_accumulated_grad",  # of FSDP2, which has no other way to say that a gradient is zero so far
     "post_backward",  # of FSDP2 before PyTorch 2.13, which has no setting to sum gradients of unused parameters
+    "check_custom_op_aliasing",  # of torch's compiler, whose check takes no subclasses of Tensor
     "found_inf",  # of torch's optimizers, which read it as GradScaler sets it
     *("group_name", "global_ranks_in_group"),
     *("last_backward", "batch_norm", "_moments", "embeddings", "update_step", "joint"),

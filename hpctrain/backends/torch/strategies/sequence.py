@@ -233,10 +233,10 @@ def block_forward(
             f"parallel.sequence is true, and a {type(block).__name__} returns whole activations, which a norm gathers"
         )
         raise UserError(what, BLOCKS)
-    if not is_last:
-        return found
-    everything = mapped(plain(rows), stream.rows.joined, functools.partial(begin_backward, stream, stream.rows))
-    return (everything, *others) if isinstance(found, tuple) else everything
+    passed = plain(rows)  # marked again by the next block, which may be compiled
+    if is_last:
+        passed = mapped(passed, stream.rows.joined, functools.partial(begin_backward, stream, stream.rows))
+    return (passed, *others) if isinstance(found, tuple) else passed
 
 
 def begin_backward(stream: RowStream, rows: CallRows, gradients: Tensor) -> Tensor:

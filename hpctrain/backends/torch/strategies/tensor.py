@@ -17,7 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from hpctrain.backends.torch.strategies.parameter_traits import require_elementwise
 from hpctrain.backends.torch.strategies.partition import Partition, Slices
-from hpctrain.backends.torch.strategies.split_values import plain
+from hpctrain.backends.torch.strategies.split_values import plain, take_in_compiled_functions
 from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy
 from hpctrain.backends.torch.strategies.tp_group import (
     CutLogits,
@@ -330,6 +330,7 @@ def planned(opening: Opening) -> Strategy | None:
 
 def cut(opening: Opening, layers: Sequence[CutLayer], prepared: Prepared) -> Prepared:
     """Leaves this rank its part of each layer."""
+    take_in_compiled_functions()
     world = opening.world
     tp_group = opening.tp_group(world.tensor, Neighbours.TENSOR)
     partition = cut_model(opening.model, layers, tp_group, world.data, opening.optimizers)

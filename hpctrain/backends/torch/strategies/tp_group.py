@@ -78,9 +78,10 @@ class TPGroup:
         Args:
             values: the part.
             is_training: whether the model may draw random numbers now.
-            drops: whether it is known to do so; otherwise graphs of torch.compile are not interrupted for the mark.
+            drops: whether it is known to do so. Others get no mark, nor do compiled layers, which know no states of
+                generators: what they draw is the same on all ranks.
         """
-        is_marked = is_training and (drops or not torch.compiler.is_compiling())
+        is_marked = drops and is_training and not torch.compiler.is_compiling()
         return values.as_subclass(of_rank(self.group.rank)) if is_marked else values
 
     def outputs(self, values: Tensor) -> Tensor:

@@ -87,6 +87,7 @@ class Drop(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.drop = 0.5
         self.differs: list[bool] = []
         """For each call, whether ranks drew different numbers."""
 
