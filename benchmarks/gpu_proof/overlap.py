@@ -37,9 +37,12 @@ def sizes(on_gpu: bool) -> dict[str, Any]:
     return {"width": 1024, "blocks": 12, "heads": 16, "length": 256} if on_gpu else {"width": 64}
 
 
-def run(folder: Path, setting: Setting, steps: int, hooks: list[BaseHook], **train: Any) -> None:
+def run(
+    folder: Path, setting: Setting, steps: int, hooks: list[BaseHook], sync: dict[str, Any] | None = None, **train: Any
+) -> None:
     """Trains by ``reduce.kind: nccl``; losses are reported only at the end."""
     sections = {
+        "sync": sync or {},
         "reduce": {"kind": "nccl", **({} if setting.on_gpu else {"bucket_bytes": 65536})},
         "checkpoint": {"enabled": False},
         "track": {"every_steps": 10 * steps},
@@ -69,9 +72,12 @@ class CountsWaits(BaseHook):
 
 
 def waits(setting: Setting) -> Figures:
-    """At most one wait for the device per update, also with clipping; waits for an event are not counted."""
+    """At most one wait for the device per update, also with clipping and in local SGD, whose weights would otherwise
+    pass through the host; waits for an event are not counted."""
     found = {}
-    for name, train in {"plain": {}, "clipped": {"clip_norm": 1.0}}.items():
+    apart = {"kind": "local", "every_steps": 4, "overlap": True}
+    variants: dict[str, dict[str, Any]] = {"plain": {}, "clipped": {"clip_norm": 1.0}, "apart": {"sync": apart}}
+    for name, train in variants.items():
         counts = CountsWaits(setting.on_gpu)
         run(setting.folder / name, setting, WARM + STEPS + 1, [counts], **train)
         found[name] = counts.count / STEPS
@@ -94,18 +100,28 @@ class Profiles(BaseHook):
             self.profile.__exit__(None, None, None)
 
 
+PRODUCTS = ("gemm", "cutlass", "nvjet")
+"""Parts of the names of kernels that multiply matrices; cuBLAS calls Hopper's nvjet."""
+
+
 def overlap(setting: Setting) -> Figures:
-    """The first message is under way before the last kernel of backward has run."""
+    """The first message is under way before the last kernel of backward has run, also if layers are compiled."""
+    compiled = overlap_of(setting, "compiled", compile=True) if setting.on_gpu else {}
+    return {**overlap_of(setting, "eager"), **{f"compiled_{name}": value for name, value in compiled.items()}}
+
+
+def overlap_of(setting: Setting, name: str, **train: Any) -> Figures:
+    """The figures of one run."""
     profiles = Profiles(setting.on_gpu)
     sent: list[float] = []
-    run(setting.folder / "run", setting, WARM + 2, [Noting(sent), profiles])
+    run(setting.folder / name, setting, WARM + 2, [Noting(sent), profiles], **train)
     require(len(sent) > 1, "everything was sent in one message")
     if not setting.on_gpu:
         return {"messages": len(sent)}
     events = [one for one in profiles.profile.events() if one.device_type == torch.autograd.DeviceType.CUDA]
     messages = [one.time_range.start for one in events if "nccl" in one.name.lower()]
     others = [one for one in events if "nccl" not in one.name.lower()]
-    products = [one.time_range.end for one in others if "gemm" in one.name.lower() or "cutlass" in one.name.lower()]
+    products = [one.time_range.end for one in others if any(part in one.name.lower() for part in PRODUCTS)]
     require(bool(messages and products), "the profile shows no messages, or no matrix products")
     ahead_us = max(products) - min(messages)
     require(ahead_us > 0, "no message began before the last matrix product of backward")

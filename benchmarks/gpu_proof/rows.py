@@ -84,7 +84,7 @@ def _rows() -> list[Row]:
         Row("monitor-clock", "phases last as long as the device works; marks do not wait", "monitor:row", alone=True),
         Row("speed-gpt", "GPT in bf16 with torch.compile: hpctrain, DDP, bare loop", "speed:gpt", 1, 180, alone=True),
         Row("speed-resnet", "ResNet in bf16 with torch.compile: the same", "speed:resnet", 1, 180, alone=True),
-        Row("nccl-waits-2", "how often the host waits for the device in an update, with and without clipping",
+        Row("nccl-waits-2", "how often the host waits for the device in an update, with clipping and in local SGD, too",
             "overlap:waits", 2),
         Row("nccl-overlap-2", "the first message is under way before backward's last kernel", "overlap:overlap", 2),
         Row("nccl-speed-2", "peak memory and step next to DDP with bucket views and a bare loop, on one GPU",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.config.sections import SyncConfig
 from hpctrain.errors import Code, NoRequeue
-from hpctrain.reduce.outer_step import OuterStep, Pace, is_due
+from hpctrain.reduce.outer_step import Flat, FlatSums, OuterStep, Pace, is_due
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.train.framework import (
     Facts,
@@ -35,7 +35,7 @@ from hpctrain.train.framework import (
 from hpctrain.train.metrics import Meter
 from hpctrain.train.schedule import Factors
 from hpctrain.train.state import ArrayTensor, Placement, StateTensor, TrainState
-from hpctrain.train.stateful import make_equal
+from hpctrain.train.stateful import make_equal, value_of
 
 OUTER, VELOCITY, AHEAD, COMING, UNDER_WAY, PACE = (
     f"sync/{name}" for name in ("outer", "velocity", "ahead", "coming", "under_way", "pace")
@@ -47,14 +47,33 @@ NOTHING = UpdateResult((0.0, 0.0), None)
 """Result of an update that this rank skips."""
 
 
+class FlatWeights(FlatSums, Protocol):
+    """All trained weights of a model as one flat array, and sums of such arrays over ranks that make outer steps."""
+
+    @property
+    def state_tensor(self) -> Callable[[str, Flat, Placement], StateTensor]:
+        """Names a flat array as state."""
+
+    def weights(self, at: slice = ALL) -> Flat:
+        """A copy of all weights, or a slice of them."""
+
+    def set_weights(self, flat: Flat, at: slice = ALL) -> None:
+        """Sets what ``weights`` returned."""
+
+    def close(self) -> None:
+        """Ends sums."""
+
+
 class Apart(Framework, Protocol):
     """A framework whose trained weights can be read and set from outside."""
 
-    def weights(self, at: slice = ALL) -> NDArray[Any]:
-        """A copy of all trained weights, or a slice of them, as one flat array; float32 or float64."""
+    def flat_weights(self, group: Group, by_device: Group | None) -> FlatWeights:
+        """Makes the trained weights of all ranks equal, and opens them. Collective.
 
-    def set_weights(self, flat: NDArray[Any], at: slice = ALL) -> None:
-        """Sets what ``weights`` returned."""
+        Args:
+            group: the ranks, on a communicator that nothing else uses.
+            by_device: the ranks, to sum from device to device by a process group; None: through host memory.
+        """
 
     def use(self, choice: ReducerChoice) -> None:
         """Switches to the reducer of this choice, which needs no measuring. Collective."""
@@ -90,30 +109,53 @@ def inner_world(world: World, config: SyncConfig) -> World:
     return replace(world, data=inner)
 
 
+class HostFlatWeights:
+    """Flat weights in host memory, as NumPy's arrays; see FlatWeights.
+
+    Args:
+        group: the ranks, on a communicator that nothing else uses.
+        weights, set_weights: of the model; see FlatWeights.
+    """
+
+    state_tensor = ArrayTensor
+
+    def __init__(self, group: Group, weights: Callable[..., NDArray[Any]], set_weights: Callable[..., None]) -> None:
+        self.group, self.size, self.weights, self.set_weights = group, group.size, weights, set_weights
+        self.begin_add = group.begin_add
+        values = weights()
+        group.broadcast_array(values, "receive the model")
+        set_weights(values)
+        self.dtype = values.dtype
+
+    def array(self, values: NDArray[Any]) -> NDArray[Any]:
+        return np.array(values, self.dtype)
+
+    def close(self) -> None:
+        """Nothing is open besides the group."""
+
+
 class LocalFramework(FrameworkOfParts):
     """Local training around a framework; see train.framework.Framework.
 
     Args:
-        framework: opened in ``inner_world``, with equal weights on all ranks.
+        framework: opened in ``inner_world``.
         world: all ranks.
         inner: the result of ``inner_world``.
         config: the run file's sync section.
-        apart: how gradients are summed once ranks train separately.
+        apart: how gradients are summed once ranks train separately; with process groups, weights are as well.
     """
 
     def __init__(self, framework: Apart, world: World, inner: World, config: SyncConfig, apart: ReducerChoice) -> None:
         self.framework = self.evaluator = self.source = framework
         self.world, self.group, self.config, self.apart = world, inner.data, config, apart
-        weights = framework.weights()
-        world.everyone.broadcast_array(weights, "receive the model")
-        framework.set_weights(weights)
         self.meeting = world.data.split("outer steps", 0)
+        self.flat = framework.flat_weights(self.meeting, world.data if apart.config.kind == "nccl" else None)
         self.parts = min(PARTS, config.every_steps) if config.overlap else 0
-        self.outer = OuterStep(self.meeting, weights, config.outer_lr, config.outer_momentum, self.parts)
+        self.outer = OuterStep(self.flat, self.flat.weights(), config.outer_lr, config.outer_momentum, self.parts)
         index = world.node if config.within == "node" else world.rank
         self.pace = Pace(self.meeting, index, config.every_steps) if config.by_speed else None
         self.progress, self.total_steps = TrainState(), 0
-        self.aside: NDArray[Any] | None = None
+        self.aside: Flat | None = None
         """This rank's weights while the model has the outer weights."""
         self.is_apart = False
         self.has_outer = False
@@ -140,7 +182,7 @@ class LocalFramework(FrameworkOfParts):
     def begin_averages(self) -> None:
         self.framework.begin_averages()
         self.outer.settle()
-        self.outer.begin(self.framework.weights())
+        self.outer.begin(self.flat.weights())
 
     def set_learning_rate(self, factors: Factors) -> None:
         self.framework.set_learning_rate(factors)
@@ -153,7 +195,7 @@ class LocalFramework(FrameworkOfParts):
         if step <= begin:
             result = self._update(micro_batches, global_samples)
             if step == begin:
-                self.outer.begin(self.framework.weights())
+                self.outer.begin(self.flat.weights())
             return result
         self.has_outer = True
         if not self.is_apart:
@@ -166,9 +208,9 @@ class LocalFramework(FrameworkOfParts):
         if self.parts and (is_last or is_due(position, self.parts, self.config.every_steps)):
             self._land()
             if not is_last:
-                self.outer.leave(self.framework.weights(self.outer.next_part))
+                self.outer.leave(self.flat.weights(self.outer.next_part))
         if is_last or (ends and not self.parts):
-            self.framework.set_weights(self.outer.end_round(self.framework.weights()))
+            self.flat.set_weights(self.outer.end_round(self.flat.weights()))
         if ends and self.pace is not None:
             self.pace.end_round()
         return result
@@ -191,27 +233,31 @@ class LocalFramework(FrameworkOfParts):
         if not self.has_outer:
             return found
         self.outer.settle()
-        outer = self.outer
-        shared = {OUTER: outer.outer, VELOCITY: outer.velocity, COMING: outer.coming, UNDER_WAY: outer.under_way}
-        shared |= {PACE: self.pace.updates} if self.pace is not None else {}
-        return [
-            *(one if one.placement is Placement.RANK else of_rank(one) for one in found),
-            *(ArrayTensor(name, array) for name, array in shared.items() if len(array)),
-            *([ArrayTensor(AHEAD, outer.ahead, Placement.RANK)] if len(outer.ahead) else []),
+        outer, named = self.outer, self.flat.state_tensor
+        kept = [
+            named(OUTER, outer.outer, Placement.REPLICATED),
+            named(VELOCITY, outer.velocity, Placement.REPLICATED),
+            named(COMING, outer.coming, Placement.REPLICATED),
+            ArrayTensor(UNDER_WAY, outer.under_way),
+            *([ArrayTensor(PACE, self.pace.updates)] if self.pace is not None else []),
+            named(AHEAD, outer.ahead, Placement.RANK),
         ]
+        own = (one if one.placement is Placement.RANK else of_rank(one) for one in found)
+        return [*own, *(one for one in kept if one.shape[0])]
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Loads saved state; on a different number of ranks, each rank gets the mean over the saved ranks."""
         self.aside, self.is_loaded = None, True
         self.framework.load(arrays)
         self.has_outer = OUTER in arrays
-        outer = self.outer
+        outer, copied = self.outer, self.flat.array
         outer.settle()
-        outer.begin(arrays[OUTER] if OUTER in arrays else self.framework.weights())
-        kept = {VELOCITY: outer.velocity, AHEAD: outer.ahead, COMING: outer.coming, UNDER_WAY: outer.under_way}
-        for name, array in kept.items():
-            if name in arrays and (saved := arrays[name]).shape == array.shape:  # other parts cannot continue
-                array[:] = saved
+        outer.begin(copied(arrays[OUTER]) if OUTER in arrays else self.flat.weights())
+        if VELOCITY in arrays and len(outer.velocity):
+            outer.velocity[:] = copied(arrays[VELOCITY])
+        if COMING in arrays and arrays[COMING].shape == outer.coming.shape:  # parts of other sizes cannot continue
+            outer.ahead[:], outer.coming[:] = copied(arrays[AHEAD]), copied(arrays[COMING])
+            outer.under_way[:] = arrays[UNDER_WAY]
         if self.pace is not None and PACE in arrays:
             self.pace.load(arrays[PACE])
 
@@ -220,6 +266,7 @@ class LocalFramework(FrameworkOfParts):
         return self.framework.weights_hash(shared_only)
 
     def close(self) -> None:
+        self.flat.close()
         self.framework.close()
         self.meeting.free()
 
@@ -230,7 +277,10 @@ class LocalFramework(FrameworkOfParts):
             self.pace.agree()
         if len(set(self.group.allgather(self.framework.weights_hash(True), "compare the weights of a node"))) > 1:
             make_equal(self.framework, self.group)
-            self.outer.share_ahead(self.group)
+            self.outer.settle()
+            ahead = value_of(self.flat.state_tensor(AHEAD, self.outer.ahead, Placement.RANK))
+            self.group.add(ahead, "average the progress of a node")
+            self.outer.ahead[:] = self.flat.array(ahead / self.group.size)
 
     def _own_update(self, micro_batches: Sequence[HostBatch]) -> StepResult:
         """An update within the group of ranks that exchange gradients."""
@@ -255,14 +305,14 @@ class LocalFramework(FrameworkOfParts):
     def _land(self) -> None:
         at = self.outer.part
         if at.start < at.stop:
-            self.framework.set_weights(self.outer.land(self.framework.weights(at)), at)
+            self.flat.set_weights(self.outer.land(self.flat.weights(at)), at)
 
     def _outer_weights(self) -> None:
         if self.aside is None and self.has_outer:
-            self.aside = self.framework.weights()
-            self.framework.set_weights(self.outer.outer)
+            self.aside = self.flat.weights()
+            self.flat.set_weights(self.outer.outer)
 
     def _own_weights(self) -> None:
         if self.aside is not None:
-            self.framework.set_weights(self.aside)
+            self.flat.set_weights(self.aside)
             self.aside = None

@@ -80,7 +80,7 @@ def make_local_framework(
     """
     inner = inner_world(world, config.sync)
     compression = "none" if config.reduce.compression == "auto" else config.reduce.compression
-    kind: Literal["mpi", "nccl"] = "nccl" if config.reduce.kind == "nccl" else "mpi"
+    kind: Literal["mpi", "nccl"] = "nccl" if on_devices(config, world, task) else "mpi"
     apart = ReducerChoice(dataclasses.replace(config.reduce, kind=kind, compression=compression), inner)
     first = ReducerChoice(config.reduce, world, reducer.name, reducer.record) if config.sync.after_steps else apart
     index = world.node if config.sync.within == "node" else world.rank
@@ -90,6 +90,16 @@ def make_local_framework(
         reduce=dataclasses.replace(config.reduce, sparse="densify"),
     )
     return LocalFramework(open_framework(own, inner, task, clock, first), world, inner, config.sync, apart)
+
+
+def on_devices(config: Config, world: World, task: Task) -> bool:
+    """Whether ranks exchange from device to device, by process groups of PyTorch. Collective."""
+    if not isinstance(task, TorchTask):
+        return False
+    from hpctrain.backends.torch import accelerator
+    from hpctrain.backends.torch.process_groups import by_group
+
+    return by_group(config.reduce.kind, world, accelerator.pick(world.local_rank))
 
 
 def open_framework(

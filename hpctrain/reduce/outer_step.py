@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,27 +21,43 @@ WHAT = "exchange the progress of a round"
 AS_FAST = 0.9
 """Ranks with at least this fraction of the fastest speed make all updates: smaller differences may be noise."""
 
-Flat = NDArray[Any]
+Flat: TypeAlias = Any
+"""A one-dimensional float32 or float64 array: NumPy's, or a torch tensor, which may be on a GPU."""
+
+
+class FlatSums(Protocol):
+    """Sums of flat arrays over the ranks that make outer steps."""
+
+    size: int
+    """Number of ranks."""
+
+    def array(self, values: NDArray[Any]) -> Flat:
+        """Copies values to where sums are formed, in the dtype of the weights."""
+
+    def begin_add(self, values: Flat, what: str) -> Callable[[bool], bool]:
+        """Starts a sum in place; see Group.begin_add. On a GPU, what is called later waits for it, and not the host."""
 
 
 class OuterStep:
     """Outer weights, equal on all ranks, and the progress being exchanged.
 
     Args:
-        group: the ranks, on a communicator that nothing else uses.
-        weights: initial weights, equal on all ranks; one-dimensional, float32 or float64.
+        sums: over the ranks.
+        weights: initial weights, equal on all ranks, which are not copied.
         rate, momentum: of the outer steps.
         parts: number of parts of the weights that are exchanged in turn; 0: all are exchanged at once.
     """
 
-    def __init__(self, group: Group, weights: Flat, rate: float, momentum: float, parts: int) -> None:
-        self.group, self.rate, self.momentum = group, rate, momentum
-        self.outer = weights.copy()
-        self.velocity = np.zeros_like(weights) if momentum else weights[:0].copy()
+    def __init__(self, sums: FlatSums, weights: Flat, rate: float, momentum: float, parts: int) -> None:
+        self.sums, self.rate, self.momentum = sums, rate, momentum
+        self.ranks = sums.array(np.array([sums.size]))
+        """Their number as an array: dividing by a Python number, torch multiplies by its rounded inverse on GPUs."""
+        self.outer = weights
+        self.velocity = sums.array(np.zeros(len(weights) if momentum else 0))
         self.length = -(-len(weights) // parts) if parts else 0
-        self.ahead = np.zeros(self.length, weights.dtype)
+        self.ahead = sums.array(np.zeros(self.length))
         """This rank's progress in the part being exchanged, relative to the outer weights."""
-        self.coming = self.ahead.copy()
+        self.coming = sums.array(np.zeros(self.length))
         """The mean of all ranks' progress, once ``arrived(True)`` has returned."""
         self.under_way = np.zeros(2 if parts else 0, np.int64)
         """Bounds of the part being exchanged; equal if there is none."""
@@ -54,15 +70,15 @@ class OuterStep:
             array[:] = 0
 
     def end_round(self, weights: Flat) -> Flat:
-        """Exchanges all progress; returns the outer weights, from which this rank continues. Collective.
+        """Exchanges all progress; returns the outer weights, from which this rank continues: copy them. Collective.
 
         Args:
             weights: this rank's current weights, with no part being exchanged.
         """
         progress = weights - self.outer
-        self.group.add(progress, WHAT)
-        self._step(slice(None), progress / self.group.size)
-        return self.outer.copy()
+        self.sums.begin_add(progress, WHAT)(True)
+        self._step(slice(None), progress / self.ranks)
+        return self.outer
 
     @property
     def part(self) -> slice:
@@ -86,8 +102,7 @@ class OuterStep:
         since = weights - (self.outer[at] + self.ahead[:count])
         self._step(at, self.coming[:count])
         self.under_way[0] = self.under_way[1]
-        landed: Flat = self.outer[at] + since
-        return landed
+        return self.outer[at] + since
 
     def leave(self, weights: Flat) -> None:
         """Starts to exchange the progress of the next part. Collective.
@@ -98,14 +113,8 @@ class OuterStep:
         at, count = self.next_part, len(weights)
         self.under_way[:] = at.start, at.stop
         self.ahead[:count] = weights - self.outer[at]
-        self.coming[:count] = self.ahead[:count] / self.group.size
-        self.arrived = self.group.begin_add(self.coming[:count], WHAT)
-
-    def share_ahead(self, group: Group) -> None:
-        """Averages the exchanged progress over ranks whose weights are equal from now on. Collective among them."""
-        self.settle()
-        group.add(self.ahead, WHAT)
-        self.ahead /= group.size
+        self.coming[:count] = self.ahead[:count] / self.ranks
+        self.arrived = self.sums.begin_add(self.coming[:count], WHAT)
 
     def settle(self) -> None:
         """Waits for the exchange under way, so that its result is ordinary state."""

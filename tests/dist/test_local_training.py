@@ -21,6 +21,8 @@ def test_means_of_weights_train_as_means_of_gradients_do(framework: str, tmp_pat
     found = {name: metrics["loss"] for name, metrics in json.loads((tmp_path / "found.json").read_text()).items()}
     exact = found.pop("every_step")
     apart = found.pop("apart")
+    assert found.pop("apart_nccl") == apart
+    assert found.pop("parts_nccl") == found.pop("parts")
     clipped = found.pop("clipped")
     assert found.pop("node_clipped") == pytest.approx(clipped, rel=1e-5)
     alike = ("mean", "paced", "node", "node_nccl", "warm", "accumulated")

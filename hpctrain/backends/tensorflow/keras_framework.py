@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.backends.keras.keras_meter import to_host
-from hpctrain.backends.local_training import ALL, covered
+from hpctrain.backends.local_training import ALL, HostFlatWeights, covered
 from hpctrain.backends.named_state import named_outputs
 from hpctrain.backends.tensorflow.state.keras_state import KerasState
 from hpctrain.backends.tensorflow.steps.loss_step import LossProgram
@@ -97,14 +97,19 @@ class KerasFramework(FrameworkOfParts):
         """See checkpoint.initial.OfKeras."""
         self.source.begin_averages()
 
-    def weights(self, at: slice = ALL) -> NDArray[Any]:
+    def flat_weights(self, group: Group, by_device: Group | None) -> HostFlatWeights:
         """See backends.local_training.Apart."""
+        assert by_device is None, "refused"
+        return HostFlatWeights(group, self.weights, self.set_weights)
+
+    def weights(self, at: slice = ALL) -> NDArray[Any]:
+        """See backends.local_training.FlatWeights."""
         trained = self.task.model.trainable_variables
         parts = covered([math.prod(one.shape) for one in trained], at)
         return np.concatenate([np.asarray(trained[index].value).reshape(-1)[part] for index, part, _ in parts])
 
     def set_weights(self, flat: NDArray[Any], at: slice = ALL) -> None:
-        """See backends.local_training.Apart."""
+        """See backends.local_training.FlatWeights."""
         trained = self.task.model.trainable_variables
         for index, part, place in covered([math.prod(one.shape) for one in trained], at):
             values = np.array(trained[index].numpy())

@@ -150,7 +150,7 @@ def agree(group: Group, problem: str | None) -> None:
 def have_own_gpus(group: Group, device: torch.device) -> bool:
     """Whether each rank has a GPU to itself. Collective."""
     of_ranks = gpus_of(group, device)
-    return len(set(of_ranks)) == len(of_ranks)
+    return "" not in of_ranks and len(set(of_ranks)) == len(of_ranks)
 
 
 def require_own_gpus(group: Group, device: torch.device) -> None:
@@ -168,8 +168,7 @@ def require_own_gpus(group: Group, device: torch.device) -> None:
 
 def each_has_a_gpu(world: World, device: torch.device) -> bool:
     """Whether each rank of each data group has a GPU to itself. Collective."""
-    mine = device.type != "cpu" and have_own_gpus(world.data, device)
-    return all(world.everyone.allgather(mine, WHAT))
+    return all(world.everyone.allgather(have_own_gpus(world.data, device), WHAT))
 
 
 def by_group(kind: str, world: World, device: torch.device) -> bool:
@@ -178,8 +177,8 @@ def by_group(kind: str, world: World, device: torch.device) -> bool:
 
 
 def gpus_of(group: Group, device: torch.device) -> list[str]:
-    """The GPU of each rank. Collective."""
-    return group.allgather(gpu_for_nccl(device), WHAT)
+    """The GPU of each rank; empty for a rank on the CPU. Collective."""
+    return group.allgather("" if device.type == "cpu" else gpu_for_nccl(device), WHAT)
 
 
 def ends_calmly() -> None:

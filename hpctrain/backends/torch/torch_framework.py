@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from hpctrain.backends.local_training import ALL, covered
 from hpctrain.backends.named_state import named_outputs
-from hpctrain.backends.torch.process_groups import settings_of
+from hpctrain.backends.torch.flat_weights import TorchFlatWeights
+from hpctrain.backends.torch.process_groups import peers_of, settings_of
 from hpctrain.backends.torch.reduce.allreduce import HOST_S_PER_BYTE
 from hpctrain.backends.torch.reduce.gradients import as_real
 from hpctrain.backends.torch.state.torch_state import Averages, TorchState
@@ -107,21 +107,10 @@ class TorchFramework(FrameworkOfParts):
         """See checkpoint.initial.OfKeras."""
         self.source.averages.begin()
 
-    def weights(self, at: slice = ALL) -> NDArray[Any]:
+    def flat_weights(self, group: Group, by_device: Group | None) -> TorchFlatWeights:
         """See backends.local_training.Apart."""
-        trained = [as_real(one.detach()) for one in self.source.averages.parameters]
-        covers = covered([one.numel() for one in trained], at)
-        parts = [trained[index].reshape(-1)[part] for index, part, _ in covers]
-        flat: NDArray[Any] = torch.cat(parts).cpu().numpy()
-        return flat.copy() if len(parts) == 1 else flat
-
-    def set_weights(self, flat: NDArray[Any], at: slice = ALL) -> None:
-        """See backends.local_training.Apart."""
-        trained = [as_real(one.detach()) for one in self.source.averages.parameters]
-        for index, part, place in covered([one.numel() for one in trained], at):
-            values = trained[index].reshape(-1)
-            values[part] = torch.from_numpy(flat[place])
-            trained[index].copy_(values.view_as(trained[index]))
+        peers = None if by_device is None else peers_of(by_device, self.device)
+        return TorchFlatWeights(group, peers, [as_real(one.detach()) for one in self.source.averages.parameters])
 
     def close(self) -> None:
         self.parts.exchanges.close()

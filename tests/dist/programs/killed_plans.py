@@ -57,7 +57,11 @@ TORCH_PLANS: dict[str, Plan] = {
     "zero1-nccl": {"parallel": {"shard": "optimizer"}, "reduce": {"kind": "nccl"}, "train": AVERAGED},
     "local-node": {"sync": {**LOCAL, "overlap": True, "within": "node"}, "train": NARROW},
     "int8-average": {"reduce": {**INT8, "compress_after_steps": 4}, "train": {"ema_decay": 0.5, "precision": "bf16"}},
-    "local": {"sync": LOCAL, "train": {**NARROW, "precision": "bf16"}},
+    "local-nccl": {
+        "sync": {**LOCAL, "overlap": True},
+        "reduce": {"kind": "nccl"},
+        "train": {**NARROW, "precision": "bf16"},
+    },
     "fp16": {"parallel": {"shard": "optimizer"}, "train": {"precision": "fp16"}},
     "zero2": {"parallel": {"shard": "gradients", "offload": True}, "train": AVERAGED, "task": {"size": 1}},
     "tensor": {"parallel": {"tensor": 2, "shard": "optimizer"}, "task": {"cut": True}},

@@ -26,6 +26,9 @@ SYNC: dict[str, dict[str, Any]] = {
     "node_nccl": {**LOCAL, "every_steps": 50, "within": "node"},
     "warm": {**LOCAL, "every_steps": 50, "after_steps": 8},
     "apart": {**LOCAL, "every_steps": 8},
+    "apart_nccl": {**LOCAL, "every_steps": 8},
+    "parts": {**LOCAL, "every_steps": 4, "outer_momentum": 0.7, "overlap": True, "after_steps": 2},
+    "parts_nccl": {**LOCAL, "every_steps": 4, "outer_momentum": 0.7, "overlap": True, "after_steps": 2},
     "accumulated": LOCAL,
     "clipped": {},
     "node_clipped": {**LOCAL, "every_steps": 50, "within": "node"},
@@ -81,7 +84,7 @@ def main() -> None:
             run_dir=f"{folder}/{name}",
             train=TrainConfig(steps=8, global_batch=16, **TRAIN.get(name, {})),
             sync=SyncConfig(**sync),
-            reduce=ReduceConfig(kind="nccl" if (name, framework) == ("node_nccl", "torch") else "mpi"),
+            reduce=ReduceConfig(kind="nccl" if name.endswith("_nccl") and framework == "torch" else "mpi"),
             monitor=MonitorConfig(enabled=False),
             checkpoint=CheckpointConfig(interval="none"),
         )

@@ -7,13 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
-from hpctrain.backends.local_training import ALL, LocalFramework, covered, inner_world
+from hpctrain.backends.local_training import ALL, FlatWeights, HostFlatWeights, LocalFramework, covered, inner_world
+from hpctrain.backends.torch.flat_weights import TorchFlatWeights
+from hpctrain.backends.torch.process_groups import peers_of
 from hpctrain.backends.update import UpdateResult
 from hpctrain.checkpoint.initial import OfKeras
+from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
-from hpctrain.config.sections import SyncConfig
+from hpctrain.config.sections import ReduceConfig, SyncConfig
+from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.train.state import ArrayTensor, StateTensor, TrainState
 from hpctrain.train.stateful import value_of
 from tests.support.thread_groups import ThreadGroup, in_threads
@@ -24,18 +29,27 @@ Saved = dict[str, NDArray[Any]]
 
 
 class Numbers:
-    """A framework of numbers that each rank draws to its own place once it is apart; it has a momentum."""
+    """A framework of numbers that each rank draws to its own place once it is apart; it has a momentum.
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    With ``as_tensors`` they are two torch parameters.
+    """
+
+    def __init__(self, rank: int, as_tensors: bool) -> None:
+        self.rank, self.as_tensors = rank, as_tensors
         self.aim, self.began = np.ones(48), np.zeros(48)
         self.numbers, self.speed = np.zeros(48), np.zeros(48)
 
     def step(self, micro_batches: Sequence[Any], global_samples: int) -> UpdateResult:
-        self.began = self.numbers
+        self.began = self.numbers.copy()
         self.speed = 0.9 * self.speed + 0.01 * (self.aim - self.numbers)
-        self.numbers = self.numbers + self.speed
+        self.numbers += self.speed
         return UpdateResult((0.0, 1.0), None)
+
+    def flat_weights(self, group: Group, by_device: Group | None) -> FlatWeights:
+        if not self.as_tensors:
+            return HostFlatWeights(group, self.weights, self.set_weights)
+        peers = peers_of(by_device, torch.device("cpu")) if by_device else None
+        return TorchFlatWeights(group, peers, torch.from_numpy(self.numbers).view(6, 8).split(4))
 
     def weights(self, at: slice = ALL) -> NDArray[Any]:
         return self.numbers[at].copy()
@@ -49,8 +63,11 @@ class Numbers:
     def state(self) -> list[StateTensor]:
         return [ArrayTensor("numbers", self.numbers), ArrayTensor("speed", self.speed)]
 
+    def close(self) -> None:
+        """Nothing is open."""
+
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        self.numbers, self.speed = np.array(arrays["numbers"]), np.array(arrays["speed"])
+        self.numbers[:], self.speed = arrays["numbers"], np.array(arrays["speed"])
 
     keras_model = "a model"
 
@@ -61,12 +78,25 @@ class Numbers:
         self.aim = np.random.default_rng(self.rank).normal(size=48)
 
 
-def trained(group: ThreadGroup, node: int, until: int, begin: int = 0, saved: Saved | None = None, **sync: Any) -> Any:
+HOST, TENSORS, PEERS = "arrays", "tensors on the host", "process group"
+"""How flat weights are held and exchanged."""
+
+
+def trained(
+    group: ThreadGroup,
+    node: int,
+    until: int,
+    begin: int = 0,
+    saved: Saved | None = None,
+    way: str = HOST,
+    **sync: Any,
+) -> Any:
     """The framework after updates, from saved arrays on if there are any."""
     world = World(group, group, group, node=node, nodes=RANKS, host="here")
-    config = SyncConfig(kind="local", every_steps=32, after_steps=3, **sync)
-    made: Any = Numbers(group.rank)
-    framework = LocalFramework(made, world, inner_world(world, config), config, made)
+    config = SyncConfig(kind="local", **{"every_steps": 32, "after_steps": 3, **sync})
+    made: Any = Numbers(group.rank, way != HOST)
+    apart = ReducerChoice(ReduceConfig(kind="nccl" if way == PEERS else "mpi"), world)
+    framework = LocalFramework(made, world, inner_world(world, config), config, apart)
     progress = TrainState(step=begin)
     framework.follow(progress, STEPS)
     if saved is not None:
@@ -93,6 +123,37 @@ def test_a_resume_at_any_step_ends_bit_for_bit_the_same_with_equal_weights(overl
     (first, again), (second, _) = in_threads(RANKS, work)
     np.testing.assert_array_equal(again, first)
     np.testing.assert_array_equal(second, first)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("ways", [(TENSORS, TENSORS), (PEERS, PEERS), (HOST, PEERS), (PEERS, HOST)])
+def test_a_process_group_gives_the_bits_and_state_of_the_host(ways: tuple[str, str], overlap: bool) -> None:
+    """A run changes from the first of two ways to the second when it resumes."""
+
+    def work(group: ThreadGroup) -> list[Saved]:
+        found = []
+        for first, second in ((HOST, HOST), ways):
+            before = trained(group, group.rank, 41, way=first, overlap=overlap, outer_lr=0.7)
+            after = trained(group, group.rank, STEPS, 41, saved_by(before), way=second, overlap=overlap, outer_lr=0.7)
+            found += [saved_by(before), saved_by(after)]
+            for one in (before, after):
+                one.close()
+        return found
+
+    for before, after, *others in in_threads(RANKS, work):
+        for saved, other in zip((before, after), others, strict=True):
+            assert [*saved] == [*other]
+            for name, array in saved.items():
+                np.testing.assert_array_equal(other[name], array, strict=True)
+
+
+def test_parts_under_way_are_forgotten_by_a_resume_with_other_parts() -> None:
+    def work(group: ThreadGroup) -> NDArray[Any]:
+        saved = saved_by(trained(group, group.rank, 37, overlap=True, every_steps=8))
+        return trained(group, group.rank, STEPS, 37, saved, overlap=True).outer.outer
+
+    one, other = in_threads(RANKS, work)
+    np.testing.assert_array_equal(one, other)
 
 
 def test_outer_weights_begin_at_those_of_a_file_that_keras_loads() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from hpctrain.backends.local_training import HostFlatWeights
 from hpctrain.reduce.outer_step import OuterStep, Pace, updates_by_speed
 from tests.support.thread_groups import ThreadGroup, in_threads
 
@@ -24,12 +25,13 @@ def trained(rate: float, momentum: float, parts: int = 0, resumed: int | None = 
     """The outer weights of each rank after each round, or exchange; if asked for, in another object from one on."""
 
     def work(group: ThreadGroup) -> list[NDArray[Any]]:
-        outer = OuterStep(group, BEGIN, rate, momentum, parts)
+        sums = HostFlatWeights(group, BEGIN.copy, lambda _: None)
+        outer = OuterStep(sums, BEGIN.copy(), rate, momentum, parts)
         weights, found = BEGIN.copy(), []
         for number in range(ROUNDS):
             if number == resumed:
                 outer.settle()
-                old, outer = outer, OuterStep(group, np.zeros(3), rate, momentum, parts)
+                old, outer = outer, OuterStep(sums, np.zeros(3), rate, momentum, parts)
                 for name in ("outer", "velocity", "ahead", "coming", "under_way"):
                     getattr(outer, name)[:] = getattr(old, name)
             weights = weights + progress_of(group.rank, number)
@@ -37,7 +39,7 @@ def trained(rate: float, momentum: float, parts: int = 0, resumed: int | None = 
                 at = outer.part
                 weights[at] = outer.land(weights[at])
             if not parts or number == ROUNDS - 1:
-                weights = outer.end_round(weights)
+                weights = outer.end_round(weights).copy()
             else:
                 outer.leave(weights[outer.next_part])
             found.append(outer.outer.copy())

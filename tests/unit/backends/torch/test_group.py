@@ -1,15 +1,16 @@
-"""The end of a process that has used gloo."""
+"""Settings of NCCL, and the end of a process that has used gloo."""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import threading
 from collections.abc import Callable
 
 import pytest
 
-from hpctrain.backends.torch.process_groups import GLOO_THREAD, await_gloo
+from hpctrain.backends.torch.process_groups import GLOO_THREAD, IN_SWITCHES, await_gloo, sum_exactly
 from tests.support.mpi import PATIENCE_S
 
 PR_SET_NAME = 15
@@ -54,3 +55,11 @@ def test_the_end_does_not_wait_for_others_nor_for_ever(busy: Callable[..., threa
     over = busy(GLOO_THREAD, 100)
     await_gloo(0.05)
     assert not over.is_set()
+
+
+def test_nccl_does_not_add_in_switches_unless_the_user_lets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, other = IN_SWITCHES
+    monkeypatch.setenv(first, "1")
+    monkeypatch.delenv(other, raising=False)
+    sum_exactly()
+    assert (os.environ[first], os.environ.pop(other)) == ("1", "0")

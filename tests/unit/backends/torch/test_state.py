@@ -13,16 +13,18 @@ import torch
 from torch import nn
 
 from hpctrain.backends.torch.device import gpu_for_nccl
+from hpctrain.backends.torch.process_groups import each_has_a_gpu
 from hpctrain.backends.torch.reduce.messages import unfit
 from hpctrain.backends.torch.state.tensors import TorchTensor, digest
 from hpctrain.backends.torch.torch_framework import TorchFramework
 from hpctrain.backends.update import GROWTH_STEPS, INITIAL, LossScale
 from hpctrain.comm.group import Group
-from hpctrain.comm.world import alone
+from hpctrain.comm.world import World, alone
 from hpctrain.errors import UserError
 from hpctrain.train.seeds import host_random_state, restore_host_random_state
 from hpctrain.train.state import Placement
 from tests.support.choices import Rehearsed
+from tests.support.thread_groups import ThreadGroup, in_threads
 from tests.tasks.torch_tasks import make_framework, noisy_model, plain_model, samples, sgd, train
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -299,6 +301,16 @@ def test_ranks_of_different_nccl_hosts_may_share_a_gpu(monkeypatch: pytest.Monke
         monkeypatch.setenv("NCCL_HOSTID", host)
         told.add(gpu_for_nccl(torch.device("cuda")))
     assert len(told) == 2
+
+
+def test_all_ranks_learn_that_one_of_them_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-1"))
+
+    def work(group: ThreadGroup) -> bool:
+        device = torch.device("cpu" if group.rank else "cuda")
+        return each_has_a_gpu(World(group, group, group, node=0, nodes=1, host="here"), device)
+
+    assert in_threads(2, work) == [False, False]
 
 
 class Mixed(torch.optim.Optimizer):

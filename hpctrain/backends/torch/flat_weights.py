@@ -1,0 +1,65 @@
+"""All trained weights of a torch model as one flat tensor, for local training; see backends.local_training."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hpctrain.backends.local_training import ALL, covered
+from hpctrain.backends.torch.process_groups import ProcessGroup, broadcast
+from hpctrain.backends.torch.state.tensors import TorchTensor
+from hpctrain.comm.group import Group
+
+
+class TorchFlatWeights:
+    """See backends.local_training.FlatWeights; tensors are on the model's device, or on the host without ``peers``.
+
+    Args:
+        group: the ranks, on a communicator that nothing else uses.
+        peers: a process group of the same ranks, to be closed with this.
+        trained: the weights, as real numbers.
+    """
+
+    state_tensor = TorchTensor
+
+    def __init__(self, group: Group, peers: ProcessGroup | None, trained: Sequence[Tensor]) -> None:
+        self.group, self.peers, self.trained, self.size = group, peers, trained, group.size
+        self.sizes = [one.numel() for one in trained]
+        self.device = torch.device("cpu") if peers is None else peers.device
+        broadcast(group, trained, "receive the model", peers)
+        self.dtype = functools.reduce(torch.promote_types, [one.dtype for one in trained])
+
+    def weights(self, at: slice = ALL) -> Tensor:
+        covers = covered(self.sizes, at)
+        return torch.cat([self.trained[index].reshape(-1)[part] for index, part, _ in covers]).to(self.device)
+
+    def set_weights(self, flat: Tensor, at: slice = ALL) -> None:
+        for index, part, place in covered(self.sizes, at):
+            values = self.trained[index].reshape(-1)  # a copy if the memory order is another
+            values[part] = flat[place]
+            self.trained[index].copy_(values.view_as(self.trained[index]))
+
+    def array(self, values: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(np.array(values)).to(self.device, self.dtype)
+
+    def begin_add(self, values: Tensor, what: str) -> Callable[[bool], bool]:
+        if self.peers is None:
+            return self.group.begin_add(values.numpy(), what)
+        finish = self.peers.sum(values, what)
+
+        def arrived(wait: bool) -> bool:
+            if wait:
+                finish()
+            return wait
+
+        return arrived
+
+    def close(self) -> None:
+        if self.peers is not None:
+            self.peers.close()
