@@ -44,7 +44,7 @@ from hpctrain.checkpoint.initial import load_initial  # noqa: E402
 from hpctrain.checkpoint.initial_match import WeightSource  # noqa: E402
 from hpctrain.cli import main as command  # noqa: E402
 from hpctrain.comm.world import alone  # noqa: E402
-from hpctrain.config.sections import Config, DataConfig, TrainConfig  # noqa: E402
+from hpctrain.config.sections import Config, DataConfig, ScheduleConfig, TrainConfig  # noqa: E402
 from hpctrain.errors import UserError  # noqa: E402
 from hpctrain.rank.problem import make_problem  # noqa: E402
 from hpctrain.rank.wiring import make_framework, make_trainer  # noqa: E402
@@ -188,9 +188,9 @@ def difference(first: keras.Model, second: keras.Model) -> float:
 
 def files(folder: Path) -> dict[str, float]:
     """Differences of outputs between a trained run and models from its exported files."""
-    case = "schedule, clipnorm, decay"
-    own = TrainConfig(steps=3, global_batch=BATCH, ema_decay=0.5)
-    config = Config(name="run", task="tests.tasks.keras_on_torch:task", task_args={"case": case}, train=own)
+    own, rates = TrainConfig(steps=3, global_batch=BATCH, ema_decay=0.5), ScheduleConfig(warmup_steps=2)
+    name, case = "tests.tasks.keras_on_torch:task", {"case": "sample weights"}
+    config = Config(name="run", task=name, task_args=case, train=own, schedule=rates)
     trained = fit(replace(config, run_dir=str(folder / "run")), hooks=[end := End()])
     assert trained.step == 3
     whole, weights = str(folder / "out.keras"), str(folder / "out.weights.h5")

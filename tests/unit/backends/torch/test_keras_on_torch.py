@@ -18,6 +18,7 @@ def shown(*words: str) -> Any:
     environment = os.environ | {"KERAS_BACKEND": "torch"}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
+    assert "leave out" not in ended.stdout + ended.stderr, "all state of the task is saved"
     return json.loads(ended.stdout.splitlines()[-1])
 
 
