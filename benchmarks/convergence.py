@@ -27,7 +27,6 @@ METHODS: dict[str, dict[str, Any]] = {
     APART: {"isolated": True, "share": 0.0},
     FROM_APART: {"sync": {**LOCAL, "every_steps": 10**9}, "share": 0.0},
     "fp16": {"reduce": {"compression": "fp16"}, "share": 0.5},
-    "int8": {"reduce": {"compression": "int8"}, "share": 33 / 128},
     "local 32": {"sync": {**LOCAL, "every_steps": 32}, "share": 1 / 32},
     "overlap": {"sync": {**LOCAL, "every_steps": 32, "overlap": True}, "share": 1 / 32},
     "averaging 32": {"sync": {**LOCAL, "every_steps": 32, "outer_momentum": 0.0}, "share": 1 / 32},

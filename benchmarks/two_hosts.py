@@ -19,7 +19,7 @@ from typing import Any
 
 from tests.support.netns import network
 
-CONTENDERS = "none,auto,mpi-ring,mpi-flat-fp16,mpi-overlap,mpi-overlap-fp16,ddp,ddp-fp16"
+CONTENDERS = "none,auto,mpi-pieces,mpi-flat-fp16,mpi-overlap,mpi-overlap-fp16,ddp,ddp-fp16"
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 BYTES = {"fp16": 2, "bf16": 2}
 """Bytes of a value on the wire, by suffix of the contender's name; 4 for others."""

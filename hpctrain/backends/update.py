@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from hpctrain.comm.group import Group
 from hpctrain.config.sections import TrainConfig
 from hpctrain.reduce.flat_layout import ExchangeResult
-from hpctrain.reduce.int8_sum import Residue
 from hpctrain.train.framework import GRADIENT, NonFiniteLoss, Sums
-from hpctrain.train.state import ArrayTensor, Placement
+from hpctrain.train.state import ArrayTensor
 
 NAME = "scaler/scale"
 """Name of the state in checkpoints."""
@@ -153,25 +152,3 @@ class UpdateResult:
     def sums(self) -> Sums:
         known = {} if self.grad_norm is None else {"grad_norm": (self.grad_norm, 1.0)}
         return {**self.more, "loss": self.loss, **known}
-
-
-def residue_tensors(residues: Mapping[str, Residue]) -> list[ArrayTensor]:
-    """State of int8 compression, by optimizer: the rounding error, and what is needed to load it on other ranks."""
-    found: list[ArrayTensor] = []
-    for optimizer, residue in residues.items():
-        error, updates, sharers = names(optimizer)
-        found.append(ArrayTensor(error, residue.error, Placement.RANK))
-        found += [ArrayTensor(updates, residue.updates), ArrayTensor(sharers, residue.sharers)]
-    return found
-
-
-def load_residues(residues: Mapping[str, Residue], arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Restores what ``residue_tensors`` returned; a run saved on one rank has none, which means no error."""
-    for optimizer, residue in residues.items():
-        if names(optimizer)[0] in arrays:
-            residue.load(*(arrays[name] for name in names(optimizer)))
-
-
-def names(optimizer: str) -> list[str]:
-    """Names of the residue tensors of one optimizer."""
-    return [f"reduce/{what}{'/' if optimizer else ''}{optimizer}" for what in ("error", "updates", "sharers")]

@@ -205,22 +205,6 @@ class Group:
             everything[:] = values
         return everything
 
-    def swap(
-        self, going: NDArray[Any], coming: NDArray[Any], what: str = "swap arrays", timeout_s: float = TIMEOUT_S
-    ) -> None:
-        """All-to-all: row i of ``going`` goes to rank i; row i of ``coming`` comes from rank i. Waits like ``meet``.
-
-        Args:
-            going: one row per rank, C-contiguous, of the same shape and dtype on every rank.
-            coming: array of the same shape and dtype, overwritten.
-            what: completes "waited for the other ranks to ..." in an error.
-            timeout_s: seconds after which it raises RunFailed.
-        """
-        if self.comm:
-            self._wait_awake(self.comm.Ialltoall(going, coming), what, timeout_s)
-        else:
-            coming[:] = going
-
     def part(self, name: str, takes_part: bool) -> Group | None:
         """A group of the ranks that take part, in the same order, on a new communicator; None elsewhere. Collective.
 

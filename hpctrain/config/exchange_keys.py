@@ -64,13 +64,8 @@ class ReduceConfig(Section, key="reduce"):
     kind: Literal["auto", "horovod", "mpi", "nccl", "none"] = "auto"
     """The reducer. nccl: PyTorch's process groups (RCCL on AMD GPUs, XCCL on Intel's, gloo on CPUs); auto: nccl if each
     rank has a GPU, otherwise the fastest candidate, measured before the first update."""
-    compression: Decisive[Literal["none", "fp16", "bf16", "int8", "auto"]] = "none"
-    """Type in which gradients are sent instead of fp32; auto measures none and fp16. int8 adds its rounding errors to
-    the next update (error feedback)."""
-    compress_where: Decisive[Literal["everywhere", "between_nodes"]] = "everywhere"
-    """What int8 compresses: all messages, or only those between nodes, after summing in fp32 within each node."""
-    compress_after_steps: Decisive[Natural] = 0
-    """Updates at the beginning of a run that int8 does not compress."""
+    compression: Decisive[Literal["none", "fp16", "bf16", "auto"]] = "none"
+    """Type in which gradients are sent instead of fp32; auto measures none and fp16."""
     overlap: Literal["auto", "on", "off"] = "auto"
     """Send a bucket as soon as its gradients are ready (on), or everything after backward (off)."""
     bucket_bytes: Annotated[int, Range(least=1024)] | None = None

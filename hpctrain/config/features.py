@@ -42,7 +42,6 @@ class Feature(StrEnum):
     HALF_PARAMETERS = "16-bit parameters"
     HOROVOD = "reduce.kind: horovod"
     INITIAL_WEIGHTS = "checkpoint.init_from"
-    INT8_SUMS = "reduce.compression: int8"
     JOINT_LAYERS = "BatchNorm layers that normalise over all ranks"
     KERAS = "a KerasTask on TensorFlow"
     KERAS_ON_TORCH = "a KerasTask on PyTorch"

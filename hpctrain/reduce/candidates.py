@@ -15,7 +15,7 @@ from hpctrain.system.shared_memory import FOLDER
 
 Backend = Literal["gloo", "nccl", "xccl"]
 Kind = Literal["none", "mpi", "horovod", "gloo", "nccl", "xccl"]
-Way = Literal["node", "ring", "flat", "overlap", "sharded"]
+Way = Literal["node", "pieces", "flat", "overlap", "sharded"]
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Candidate:
     kind: Kind
     """The last three are PyTorch's process groups, by device."""
     way: Way = "flat"
-    """node: through shared memory; ring: the same, with hpctrain's ring between nodes; flat: one message after
-    backward; overlap: buckets during backward; sharded: each rank gets the sums it updates with (parallel.shard)."""
-    compression: Literal["none", "fp16", "bf16", "int8"] = "none"
+    """node: through shared memory; pieces: many small messages between nodes; flat: one message after backward;
+    overlap: buckets during backward; sharded: each rank gets the sums it updates with (parallel.shard)."""
+    compression: Literal["none", "fp16", "bf16"] = "none"
 
     @property
     def name(self) -> str:
@@ -51,13 +51,11 @@ EVERY_CANDIDATE = (
     *(
         Candidate(kind, way, compression)
         for kind in SUMMING
-        for way in ("node", "ring", "flat", "overlap")
+        for way in ("node", "pieces", "flat", "overlap")
         for compression in ("none", "fp16", "bf16")
-        if (way not in ("node", "ring") or (kind, compression) == ("mpi", "none"))
+        if (way not in ("node", "pieces") or (kind, compression) == ("mpi", "none"))
         and (kind, compression) != ("horovod", "bf16")
     ),
-    Candidate("mpi", "flat", "int8"),
-    Candidate("mpi", "node", "int8"),
 )  # fmt: skip
 
 
@@ -119,8 +117,6 @@ def candidates(config: ReduceConfig, around: Surroundings) -> list[Candidate]:
     if around.ranks == 1:
         return [Candidate("none")]
     refuse({**config.features(), Feature.RANKS: around.ranks})
-    if config.compression == "int8":
-        return [Candidate("mpi", "node" if config.compress_where == "between_nodes" else "flat", "int8")]
     ways = [_mpi(config, around)]
     if config.kind == "horovod":
         ways = [_horovod(config, around)]
@@ -150,7 +146,7 @@ def _every_way(config: ReduceConfig, around: Surroundings) -> list[Candidate]:
     horovod = around.horovod and config.compression != "bf16"
     ways = [
         (Candidate("mpi", "node"), waits and around.shared_memory),
-        (Candidate("mpi", "ring"), waits and around.nodes > 1),
+        (Candidate("mpi", "pieces"), waits and around.nodes > 1),
         (Candidate("mpi", "flat"), waits and (around.nodes > 1 or not around.shared_memory)),
         (Candidate("mpi", "overlap"), overlaps and around.nodes > 1),
         (Candidate("horovod", "overlap"), overlaps and horovod),

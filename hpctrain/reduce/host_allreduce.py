@@ -11,20 +11,13 @@ from numpy.typing import DTypeLike, NDArray
 from hpctrain.comm.group import Group
 from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.flat_layout import SLOTS, Layout
-from hpctrain.reduce.int8_sum import Int8Allreduce, Residue
 from hpctrain.reduce.mpi_allreduce import FlatAllreduce, HostAllreduce, duplicate
-from hpctrain.reduce.ring_allreduce import RingAllreduce
 from hpctrain.reduce.shm_allreduce import open_shm_allreduce, open_shm_pieces, open_shm_small, share_arrays, with_square
 from hpctrain.reduce.streamed_allreduce import Codec, StreamedAllreduce
 
 
 def open_host_allreduce(
-    candidate: Candidate,
-    group: Group,
-    length: int,
-    dtype: DTypeLike,
-    codecs: Mapping[str, Codec],
-    residue: Residue | None = None,
+    candidate: Candidate, group: Group, length: int, dtype: DTypeLike, codecs: Mapping[str, Codec]
 ) -> tuple[Candidate, HostAllreduce]:
     """Opens an MPI candidate's sum; returns it with the candidate used: flat if ranks cannot share memory.
 
@@ -36,21 +29,14 @@ def open_host_allreduce(
         length: elements of the buffer, including the extra slots of flat_layout.py at its end.
         dtype: dtype of the buffer.
         codecs: 16-bit codecs by compression name.
-        residue: rounding error kept by int8 compression; None for other compressions.
     """
-    if residue is not None:
-        if candidate.way == "node" and (between := open_shm_allreduce(group, length, residue=residue)) is not None:
-            return candidate, between
-        return Candidate("mpi", "flat", "int8"), Int8Allreduce(group, length, residue)
-    if candidate.way == "overlap" or candidate.compression != "none":
+    if candidate.way in ("overlap", "pieces") or candidate.compression != "none":
         codec = codecs.get(candidate.compression)
-        return candidate, open_streamed_allreduce(group, length, dtype, codec, node_first=candidate.way == "overlap")
-    ring = candidate.way == "ring"
-    shared: HostAllreduce | None = None
-    if candidate.way in ("node", "ring"):
-        shared = open_shm_small(group, length, dtype) or open_shm_allreduce(group, length, dtype, ring)
-    if shared or ring:
-        return candidate, shared or RingAllreduce(group, length, dtype)
+        return candidate, open_streamed_allreduce(group, length, dtype, codec, node_first=candidate.way != "flat")
+    if candidate.way == "node":
+        shared = open_shm_small(group, length, dtype) or open_shm_allreduce(group, length, dtype)
+        if shared is not None:
+            return candidate, shared
     return Candidate("mpi", "flat"), FlatAllreduce(group, length, dtype)
 
 
@@ -114,7 +100,6 @@ def open_piece_allreduce(
     shapes: Sequence[tuple[int, ...]],
     dtype: DTypeLike,
     codecs: Mapping[str, Codec],
-    residue: Residue | None = None,
 ) -> tuple[Candidate, PieceAllreduce]:
     """Like ``open_host_allreduce``, for several arrays.
 
@@ -125,13 +110,12 @@ def open_piece_allreduce(
         shapes: shapes of the other pieces.
         dtype: dtype of the pieces.
         codecs: 16-bit codecs by compression name.
-        residue: rounding error kept by int8 compression; None for other compressions.
     """
-    if candidate.way in ("node", "ring") and residue is None:
+    if candidate.way == "node":
         if (small := open_shm_small(group, layout.length, dtype)) is not None:
             return candidate, BufferedPieces(small, layout, shapes)
-        shared = open_shm_pieces(group, layout, shapes, dtype, ring=candidate.way == "ring")
+        shared = open_shm_pieces(group, layout, shapes, dtype)
         if shared is not None:
             return candidate, shared
-    candidate, host = open_host_allreduce(candidate, group, layout.length, dtype, codecs, residue)
+    candidate, host = open_host_allreduce(candidate, group, layout.length, dtype, codecs)
     return candidate, BufferedPieces(host, layout, shapes)

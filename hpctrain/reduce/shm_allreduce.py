@@ -3,7 +3,7 @@
 The ranks of a node keep their buffers in one shared-memory file. When all have arrived, each rank sums its own slice
 of all buffers, always in the same order, and writes the sum back to all of them: reduce-scatter and allgather at memory
 speed, with bitwise identical results on every rank and in every run. With several nodes, ranks of equal local index sum
-their slices between these two steps, by MPI's Allreduce or by hpctrain's ring.
+their slices between these two steps, by MPI's Allreduce.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from hpctrain.comm.group import Group
 from hpctrain.reduce.flat_layout import SQUARE, Layout, slices
-from hpctrain.reduce.int8_sum import Int8Sum, Residue
 from hpctrain.reduce.mpi_allreduce import add_everywhere
-from hpctrain.reduce.ring_allreduce import Ring
 from hpctrain.system import shared_memory
 
 if TYPE_CHECKING:
@@ -57,13 +55,13 @@ class SharedArrays:
 class ShmAllreduce:
     """Sums a flat buffer over the ranks of a group; see ``open_shm_allreduce``."""
 
-    def __init__(self, shared: SharedArrays, ring: bool = False, residue: Residue | None = None) -> None:
+    def __init__(self, shared: SharedArrays) -> None:
         self.node = shared.node
         self.parts = shared.arrays
         self.slice = slices(len(self.parts[0]), len(self.parts))[self.node.rank]
         self.buffer = self.parts[self.node.rank]
         """This rank's values, then the sums; in shared memory."""
-        self.between = self._between(shared.peers, ring, residue) if shared.peers else None
+        self.between = between_nodes(shared.peers, self.parts[0][self.slice])
         self.close = shared.free
 
     def start(self, begin: int, end: int) -> None:
@@ -81,13 +79,6 @@ class ShmAllreduce:
             self._sum_slice(write_back=True)
         self.node.meet(ADD)
 
-    def _between(self, peers: MPI.Comm, ring: bool, residue: Residue | None) -> Callable[[], None]:
-        values = self.parts[0][self.slice]
-        if residue is None:
-            return between_nodes(peers, values, ring)
-        compressed = max(0, min(self.slice.stop, len(residue.error)) - self.slice.start)
-        return Int8Sum(Group("peers", peers), values, compressed, residue, self.slice.start).run
-
     def _sum_slice(self, write_back: bool) -> None:
         for begin, end in chunks(self.slice.start, self.slice.stop):
             add_pairwise([part[begin:end] for part in self.parts], self.parts[0][begin:end])
@@ -96,9 +87,9 @@ class ShmAllreduce:
                     part[begin:end] = self.parts[0][begin:end]
 
 
-def between_nodes(peers: MPI.Comm, values: NDArray[Any], ring: bool) -> Callable[[], None]:
-    """A function that sums an array in place over ranks of equal local index: MPI's Allreduce or hpctrain's ring."""
-    return Ring(peers, values).run if ring else partial(add_everywhere, peers, values)
+def between_nodes(peers: MPI.Comm | None, values: NDArray[Any]) -> Callable[[], None] | None:
+    """A function that sums an array in place over ranks of equal local index; None for one node."""
+    return partial(add_everywhere, peers, values) if peers else None
 
 
 def chunks(begin: int, end: int) -> Iterator[tuple[int, int]]:
@@ -129,17 +120,13 @@ def sum_pairwise(terms: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
     np.add(left[0], left[-1], out=out)
 
 
-def open_shm_allreduce(
-    group: Group, length: int, dtype: DTypeLike = np.float32, ring: bool = False, residue: Residue | None = None
-) -> ShmAllreduce | None:
+def open_shm_allreduce(group: Group, length: int, dtype: DTypeLike = np.float32) -> ShmAllreduce | None:
     """Opens shared buffers of ``length`` elements for each rank of a group; None on all ranks if that is impossible.
 
-    With a residue, sums between nodes are compressed. Collective over the group.
+    Collective over the group.
     """
     shared = share_arrays(group, length, dtype)
-    if shared and residue:
-        residue.sharers[:] = group.size, group.size // shared.node.size
-    return ShmAllreduce(shared, ring, residue) if shared else None
+    return ShmAllreduce(shared) if shared else None
 
 
 def share_arrays(group: Group, length: int, dtype: DTypeLike, common: int = 0) -> SharedArrays | None:
@@ -330,14 +317,11 @@ class ShmPieces:
     each sum once, to a place that all ranks of the node read.
     """
 
-    def __init__(
-        self, shared: SharedArrays, layout: Layout, shapes: Sequence[tuple[int, ...]], ring: bool = False
-    ) -> None:
+    def __init__(self, shared: SharedArrays, layout: Layout, shapes: Sequence[tuple[int, ...]]) -> None:
         """
         Args:
             shared: an array per rank of the node and one for the sums, each one element longer than the layout.
             layout, shapes: of the pieces except the slots, which form the last piece.
-            ring: whether to sum between nodes by hpctrain's ring.
         """
         self.node, self.close = shared.node, shared.free
         *boxes, total = shared.arrays
@@ -357,7 +341,7 @@ class ShmPieces:
             for piece, span in enumerate(spans)
             for begin, end in chunks(max(span.start, mine.start), min(span.stop, mine.stop))
         ]
-        self.between = between_nodes(shared.peers, total[mine], ring) if shared.peers else None
+        self.between = between_nodes(shared.peers, total[mine])
         self.squares = [box[-1:] for box in boxes]
         """Squared norm of each rank's slice, stored after the pieces."""
         self.views = [total[span].reshape(shape) for span, shape in zip(spans, shapes, strict=False)]
@@ -386,11 +370,11 @@ class ShmPieces:
 
 
 def open_shm_pieces(
-    group: Group, layout: Layout, shapes: Sequence[tuple[int, ...]], dtype: DTypeLike, ring: bool
+    group: Group, layout: Layout, shapes: Sequence[tuple[int, ...]], dtype: DTypeLike
 ) -> ShmPieces | None:
     """Shares memory for pieces; None, on all ranks, if that is impossible (see ``share_arrays``). Collective."""
     shared = share_arrays(group, layout.length + 1, dtype, common=1)
-    return ShmPieces(shared, layout, shapes, ring) if shared else None
+    return ShmPieces(shared, layout, shapes) if shared else None
 
 
 def with_square(slots: NDArray[Any], square: float) -> NDArray[Any]:

@@ -20,12 +20,13 @@ from numpy.typing import NDArray
 
 from hpctrain.comm.group import Group
 from hpctrain.reduce.flat_layout import slices
-from hpctrain.reduce.ring_allreduce import PIECE_BYTES
 from hpctrain.reduce.shm_allreduce import ADD, ARRIVE, add_pairwise
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+PIECE_BYTES = 60 * 1024
+"""Just below Open MPI's largest message without a handshake over TCP (btl_tcp_eager_limit: 64 KiB with header)."""
 SEND = "send gradients"
 """Completes "waited for the other ranks to ..." in errors."""
 AWAKE_S = 1e-3

@@ -321,7 +321,7 @@ def exchanges(data: RunHistory) -> list[Explanation]:
     host_s = started.through_host_s if started else None
     if host_s:
         title = f"gradients of GPUs go through host memory: about {host_s:.2g} s per update"
-        advice = "start one rank per GPU, and leave reduce.kind and reduce.compression: int8 out"
+        advice = "start one rank per GPU, and leave reduce.kind out"
         found.append(Explanation(Code.EXCHANGE_BOUND, title, (), advice, cost=host_s / max(host_s, step)))
     name = data.run.reducer.get("reducer")
     seconds = data.run.reducer.get("seconds")

@@ -16,7 +16,7 @@ PROGRAM = PROJECT / "tests/dist/programs/killed_plans.py"
 pytestmark = pytest.mark.world_size(3)
 
 
-@pytest.mark.parametrize(("framework", "plans"), [("torch", 14), ("tensorflow", 4)])
+@pytest.mark.parametrize(("framework", "plans"), [("torch", 13), ("tensorflow", 4)])
 def test_a_killed_run_ends_as_one_that_was_not_killed(framework: str, plans: int, tmp_path: Path) -> None:
     def ends(ranks: int, check: bool = True) -> int:
         words = PROGRAM, framework, tmp_path

@@ -10,7 +10,7 @@ from tests.support.mpi import printed
 @pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.world_size(n)) for n in (2, 4)])
 def test_sums_are_exact_and_equal_on_all_ranks(ranks: int) -> None:
     found = printed(ranks, "tensorflow_sums.py", warm="tensorflow")
-    by_mpi = {"mpi-node", "mpi-ring", "mpi-flat", "mpi-flat-fp16", "mpi-flat-bf16"}
+    by_mpi = {"mpi-node", "mpi-pieces", "mpi-flat", "mpi-flat-fp16", "mpi-flat-bf16"}
     wide = {f"{name} in float64" for name in ("mpi-node", "mpi-flat", "horovod-flat")}
     assert set(found) == by_mpi | wide | {"horovod-flat", "horovod-flat-fp16"}
     for name, sums in found.items():

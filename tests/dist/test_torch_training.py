@@ -22,7 +22,7 @@ OWN_STEPS = ("own", "own-pairs", "own-rows")
 """Tasks with a custom ``step``."""
 ELSEWHERE = (
     "fp16-wire", "bf16-wire", "fp16-horovod", "bf16", "fp16", "sparse", "dense", "refused", "sabotaged", "not_finite",
-    "evaluated", "judged", "noises", "overflowing", "interrupted", "int8", "int8-node", "rehearsed", "watched",
+    "evaluated", "judged", "noises", "overflowing", "interrupted", "rehearsed", "watched",
     "frozen", "fp16-gloo", "bf16-gloo", "not_finite-gloo", "overflowing-gloo", "interrupted-gloo", "compiled",
 )  # fmt: skip
 OWN_ELSEWHERE = ("own-horovod", "own-gloo", "own-accumulate", "own-weighted", "own-apart", "own-overflow", "own-joined")
@@ -248,16 +248,9 @@ def test_an_overflow_skips_the_update_on_all_ranks(scenario: str) -> None:
     assert results(2)[scenario]["after"] == [[True, 0.5], [True, 0.5]]
 
 
-@pytest.mark.parametrize("scenario", ["interrupted", "interrupted-gloo", "int8", "int8-node"])
+@pytest.mark.parametrize("scenario", ["interrupted", "interrupted-gloo"])
 def test_state_by_name_resumes_bit_for_bit(scenario: str) -> None:
     assert results(2)[scenario]["same"] == [True, True]
-
-
-def test_int8_is_exact_at_first_and_within_a_node() -> None:
-    exact, found, node = (results(2)[scenario] for scenario in ("interrupted", "int8", "int8-node"))
-    assert node["hash"] == exact["hash"]
-    assert found["losses"][:3] == exact["losses"][:3] and found["losses"][3:] != exact["losses"][3:]
-    np.testing.assert_allclose(found["losses"], exact["losses"], rtol=1e-2)
 
 
 def test_evaluation_does_not_depend_on_the_number_of_ranks() -> None:

@@ -63,9 +63,6 @@ class ThreadGroup(Group):
     def add(self, values: NDArray[Any], what: str, timeout_s: float = TIMEOUT_S) -> None:
         values[...] = self.gather(values, what, timeout_s).sum(0)
 
-    def swap(self, going: NDArray[Any], coming: NDArray[Any], what: str = "", timeout_s: float = TIMEOUT_S) -> None:
-        coming[...] = self.gather(going, what, timeout_s)[:, self.rank]
-
     def begin_add(self, values: NDArray[Any], what: str = "", timeout_s: float = TIMEOUT_S) -> Callable[[bool], bool]:
         """Begin a sum that is only done when waited for, because other ranks may be late."""
         left = [values]

@@ -21,7 +21,6 @@ from hpctrain.reduce import horovod_setup
 from hpctrain.reduce.candidates import Candidate, candidates, look_around
 from hpctrain.reduce.flat_layout import ALIGNMENT, LOSS, SLOTS, SQUARE, plan
 from hpctrain.reduce.host_allreduce import PieceAllreduce, open_piece_allreduce
-from hpctrain.reduce.int8_sum import Residue, residue_of
 from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
 from hpctrain.reduce.streamed_allreduce import CODECS
 
@@ -84,10 +83,9 @@ class HostReducer:
 
     meets = True
 
-    def __init__(self, name: str, host: PieceAllreduce, joined: bool, residue: Residue | None = None) -> None:
+    def __init__(self, name: str, host: PieceAllreduce, joined: bool) -> None:
         """``joined``: pass all gradients to ``host`` as one piece, which is best if they are small or on a GPU."""
         self.name = name
-        self.residue = residue
         self.host = host
         self.lends = not joined
         self.close = host.close
@@ -225,8 +223,6 @@ class KerasReducers:
     """
 
     pieces: Pieces
-    exact_updates: int = 0
-    """See reduce.compress_after_steps."""
 
     def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
         refuse({Feature.KERAS: True, **config.features()})
@@ -254,11 +250,9 @@ class KerasReducers:
         if joined:
             layout, shapes = plan([length], None, SLOTS), [(length,)]
         codecs = {**CODECS, "fp16": FastFloat16()}
-        residue = residue_of(candidate, layout, self.exact_updates)
-        candidate, host = open_piece_allreduce(
-            candidate, group, layout, shapes, pieces.dtype.as_numpy_dtype, codecs, residue
-        )
-        return HostReducer(candidate.name, host, joined, residue)
+        dtype = pieces.dtype.as_numpy_dtype
+        candidate, host = open_piece_allreduce(candidate, group, layout, shapes, dtype, codecs)
+        return HostReducer(candidate.name, host, joined)
 
 
 def measured_reducer(
@@ -282,9 +276,7 @@ def measured_reducer(
     Raises:
         UserError: the configured kind cannot be used here, for example because Horovod is not installed.
     """
-    return ReducerChoice(config, world, chosen, announce).reducer(
-        KerasReducers(pieces, config.compress_after_steps), rehearse
-    )
+    return ReducerChoice(config, world, chosen, announce).reducer(KerasReducers(pieces), rehearse)
 
 
 def broadcast(group: Group, variables: Iterable[tf.Variable], what: str) -> None:

@@ -15,7 +15,6 @@ WITH_LOCAL_SYNC = {
         "set train.precision: bf16",
     ),
     Feature.HALF_PARAMETERS: ("16-bit parameters cannot take the small steps of sync.kind: local", NO_SYNC),
-    Feature.INT8_SUMS: ("reduce.compression is int8, and sync.kind is local", "choose one of the two"),
     Feature.JOINT_LAYERS: ("{0} normalises over all ranks, which train independently (sync.kind: local)", NO_SYNC),
     Feature.OWN_STEP: ("the task has its own step, and sync.kind is local", NO_SYNC),
     Feature.TRAIN_STEP: ("{0} has its own train_step, and sync.kind is local", NO_SYNC),
@@ -28,30 +27,6 @@ ROWS: Rows = {
     (Feature.HOROVOD, Feature.BF16_SUMS): (
         "Horovod cannot sum bfloat16",
         "set reduce.compression: fp16, or reduce.kind: mpi",
-    ),
-    (Feature.HOROVOD, Feature.INT8_SUMS): (
-        "Horovod cannot sum int8 with a scale for each block",
-        "set reduce.kind: mpi, or reduce.compression: fp16",
-    ),
-    (Feature.PROCESS_GROUPS, Feature.INT8_SUMS): (
-        "reduce.kind is nccl, which cannot sum int8 with a scale for each block",
-        "set reduce.kind: mpi, or reduce.compression: bf16",
-    ),
-    (Feature.OVERLAP, Feature.INT8_SUMS): (
-        "reduce.overlap is on, and int8 sums are formed after backward",
-        "leave reduce.overlap out, or set reduce.compression: none",
-    ),
-    (Feature.FP16, Feature.INT8_SUMS): (
-        "reduce.compression is int8, whose errors would be added to gradients of another loss scale",
-        "set train.precision: bf16, or reduce.compression: fp16",
-    ),
-    (Feature.TRAIN_STEP, Feature.INT8_SUMS): (
-        "reduce.compression is int8, and the train_step of {0} decides when gradients are exchanged",
-        "set reduce.compression: fp16, or give the task a loss in place of train_step",
-    ),
-    (Trait.DIVIDES, Feature.INT8_SUMS): (
-        "{0}, and reduce.compression int8 sums whole gradients only",
-        "set reduce.compression: none",
     ),
     (Trait.DIVIDES, Feature.LOCAL_SYNC): (
         "{0}, and sync.kind is local: with local SGD each rank holds the whole model",

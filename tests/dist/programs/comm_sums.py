@@ -24,9 +24,7 @@ from hpctrain.reduce import shm_allreduce, streamed_allreduce
 from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.flat_layout import SQUARE, Layout, plan
 from hpctrain.reduce.host_allreduce import PieceAllreduce, open_piece_allreduce, open_streamed_allreduce
-from hpctrain.reduce.int8_sum import Int8Allreduce, Residue
 from hpctrain.reduce.mpi_allreduce import LARGEST_MESSAGE, FlatAllreduce, HostAllreduce
-from hpctrain.reduce.ring_allreduce import ADDRESS, PATTERN, RingAllreduce
 from hpctrain.reduce.row_exchange import RowExchange, SparseRows
 from hpctrain.reduce.shm_allreduce import (
     ShmWindow,
@@ -93,30 +91,6 @@ def check(
         same = world.data.allgather(crc32(reducer.buffer), "compare the bits")
         assert len(set(same)) == 1
     reducer.close()
-
-
-def check_int8(world: World, reducer: HostAllreduce, residue: Residue) -> None:
-    """Check that each sum lacks exactly what ranks carry over as residue, and is bitwise identical on all of them."""
-    length = len(reducer.buffer)
-    wanted, found = np.zeros(length), np.zeros(length)
-    for seed in range(5):
-        mine = terms(world.size, length, seed)
-        reducer.buffer[:] = mine[world.rank]
-        reducer.start(0, length)
-        reducer.finish()
-        wanted += np.sum(mine, axis=0, dtype=np.float64)
-        found += reducer.buffer
-        assert len(set(world.data.allgather(crc32(reducer.buffer.tobytes()), "compare the bits"))) == 1
-    error = world.data.sum(residue.error.astype(np.float64))
-    np.testing.assert_allclose(found[:-EXTRA] + error, wanted[:-EXTRA], rtol=0, atol=1e-4)
-    np.testing.assert_allclose(found[-EXTRA:], wanted[-EXTRA:], rtol=0, atol=1e-4)
-    assert length == EXTRA or error.any()
-    reducer.close()
-
-
-def residue_of(length: int) -> Residue:
-    """Residue of a buffer with slots."""
-    return Residue(0, np.zeros(length - EXTRA, np.float32))
 
 
 def check_pieces(world: World, pieces: PieceAllreduce, shapes: list[tuple[int, ...]]) -> None:
@@ -320,24 +294,18 @@ def across_nodes(world: World) -> None:
         return on_nodes(world, ranks_per_node)
 
     for length in (EXTRA, 1000, 100_003):
-        for ring in (False, True):
-            shared = open_shm_allreduce(group_of(2), length, ring=ring)
-            assert shared is not None
-            assert shared.between is not None
-            assert len(shared.parts) == 2
-            check(world, shared, length)
+        shared = open_shm_allreduce(group_of(2), length)
+        assert shared is not None
+        assert shared.between is not None
+        assert len(shared.parts) == 2
+        check(world, shared, length)
         for codec in (None, CODECS["fp16"]):
             reducer = open_streamed_allreduce(group_of(2), length, np.float32, codec)
             check(world, reducer, length, streamed(codec is not None, ranks_per_node=2))
-        residue = residue_of(length)
-        shared = open_shm_allreduce(group_of(2), length, residue=residue)
-        assert shared is not None and residue.sharers.tolist() == [4, 2]
-        check_int8(world, shared, residue)
     for shapes in PIECES:
-        for ring in (False, True):
-            pieces = open_shm_pieces(group_of(2), laid_out(shapes), shapes, np.float32, ring)
-            assert pieces is not None and pieces.between is not None
-            check_pieces(world, pieces, shapes)
+        pieces = open_shm_pieces(group_of(2), laid_out(shapes), shapes, np.float32)
+        assert pieces is not None and pieces.between is not None
+        check_pieces(world, pieces, shapes)
     assert open_shm_allreduce(group_of(3), 100) is None
     assert open_shm_small(group_of(2), 100, np.float32) is None, "the nodes share no memory"
     assert open_shm_window(group_of(2)) is None
@@ -376,12 +344,6 @@ def everything(world: World) -> None:
             reducer = open_streamed_allreduce(world.data, length, np.float32, None, node_first=False)
             check(world, reducer, length, streamed(fp16=False))  # messages that MPI does not copy before it sends them
             streamed_allreduce.PIECE_BYTES = before
-            os.environ |= {ADDRESS: f"s{world.rank % 2}.n{world.rank}", PATTERN: "switch.node"}
-            ring = RingAllreduce(world.data, length)
-            assert ring.ring.order == [*range(0, world.size, 2), *range(1, world.size, 2)]
-            check(world, ring, length)
-            residue = residue_of(length)
-            check_int8(world, Int8Allreduce(world.data, length, residue), residue)
             shared = open_shm_allreduce(world.data, length)
             assert shared is not None
             check(world, shared, length)
@@ -390,13 +352,13 @@ def everything(world: World) -> None:
             if small is not None:
                 check(world, small, length)
         for shapes in PIECES:
-            for way in ("mpi-node", "mpi-flat"):
+            for way in ("mpi-node", "mpi-pieces", "mpi-flat"):
                 candidate, sums = open_piece_allreduce(
                     Candidate.parse(way), world.data, laid_out(shapes), shapes, np.float32, CODECS
                 )
                 assert candidate.name == way
                 check_pieces(world, sums, shapes)
-            pieces = open_shm_pieces(world.data, laid_out(shapes), shapes, np.float32, ring=False)
+            pieces = open_shm_pieces(world.data, laid_out(shapes), shapes, np.float32)
             assert pieces is not None
             check_pieces(world, pieces, shapes)
         check_rows(world, np.float32, LARGEST_MESSAGE)

@@ -44,19 +44,17 @@ if sys.argv[1] == "torch":
 
 SAMPLES, FEATURES, WIDTH = 48, 6, 8
 STEPS, BATCH = 11, 12
-INT8 = {"kind": "mpi", "compression": "int8"}
 LOCAL = {"kind": "local", "every_steps": 4}
 NARROW = {"clip_norm": 0.1, "accumulate": 2}
 AVERAGED = {**NARROW, "ema_decay": 0.5}
 Plan = dict[str, dict[str, Any]]
 TORCH_PLANS: dict[str, Plan] = {
-    "int8": {"reduce": INT8, "train": NARROW},
     "local-overlap": {"sync": {**LOCAL, "overlap": True, "after_steps": 3}, "train": NARROW},
     "zero1": {"parallel": {"shard": "optimizer"}, "train": AVERAGED},
     "compiled-nccl": {"reduce": {"kind": "nccl", "bucket_bytes": 1024}, "train": {**AVERAGED, "compile": True}},
     "zero1-nccl": {"parallel": {"shard": "optimizer"}, "reduce": {"kind": "nccl"}, "train": AVERAGED},
     "local-node": {"sync": {**LOCAL, "overlap": True, "within": "node"}, "train": NARROW},
-    "int8-average": {"reduce": {**INT8, "compress_after_steps": 4}, "train": {"ema_decay": 0.5, "precision": "bf16"}},
+    "average": {"reduce": {"kind": "mpi", "compression": "bf16"}, "train": {"ema_decay": 0.5, "precision": "bf16"}},
     "local-nccl": {
         "sync": {**LOCAL, "overlap": True},
         "reduce": {"kind": "nccl"},
@@ -70,7 +68,7 @@ TORCH_PLANS: dict[str, Plan] = {
     "keras": {"parallel": {"shard": "optimizer"}, "train": AVERAGED, "task": {"of_keras": True}},
 }
 KERAS_PLANS: dict[str, Plan] = {
-    "int8": {"reduce": {**INT8, "compress_after_steps": 4}, "train": AVERAGED},
+    "average": {"reduce": {"kind": "mpi", "compression": "fp16"}, "train": AVERAGED},
     "local-overlap": {"sync": {**LOCAL, "overlap": True, "after_steps": 3}, "train": NARROW},
     "local": {"sync": LOCAL, "train": NARROW},
     "fp16": {"train": {**AVERAGED, "precision": "fp16"}, "task": {"dtype": "mixed_float16"}},

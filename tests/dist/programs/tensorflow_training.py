@@ -13,7 +13,6 @@ import tensorflow as tf
 from hpctrain import Selected
 from hpctrain.backends.tensorflow.keras_framework import KerasFramework
 from hpctrain.comm.world import World
-from hpctrain.train.stateful import value_of
 from tests.support import scenarios
 from tests.support.choices import NoExchange
 from tests.tasks.tensorflow_tasks import (
@@ -93,25 +92,6 @@ SPARSE_OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
 """The first two update only rows; the others get whole tables, of which only rows are exchanged."""
 
 
-def int8(world: World) -> dict[str, Any]:
-    """Six updates, the last two in another framework that gets the state by name."""
-    settings: dict[str, Any] = {"kind": "mpi", "reduce": {"compression": "int8"}}
-    straight = make_framework(world, **settings)
-    found = outcome(straight, train(straight, 6)) | {"reducer": straight.facts.reducer_name}
-    straight.close()
-    first = make_framework(world, **settings)
-    train(first, 4)
-    saved = {tensor.name: value_of(tensor) for tensor in first.state()}
-    first.close()
-    second = make_framework(world, **settings)
-    second.load(saved)
-    rest = train(second, 2, skip=4)
-    found["resumed"] = [*found["losses"][:4], *rest], second.weights_hash()
-    found["error"] = float(np.abs(saved["reduce/error"]).max())
-    second.close()
-    return found
-
-
 def tables(world: World) -> dict[str, Any]:
     """Rows of embeddings; finally a batch of one sample, of which the other ranks have no rows."""
     found = {}
@@ -175,7 +155,6 @@ SCENARIOS: dict[str, Callable[[World], dict[str, Any]]] = {
     "tables": tables,
     "fp16-wire": lambda world: trained(world, kind="auto", reduce={"compression": "fp16"}),
     "bf16-wire": lambda world: trained(world, kind="auto", reduce={"compression": "bf16"}),
-    "int8": int8,
     "bf16": lambda world: trained(world, precision="bf16", model=noisy_model),
     "fp16": lambda world: trained(world, precision="fp16", model=noisy_model),
     "sabotaged": sabotaged,

@@ -432,8 +432,6 @@ SCENARIOS: dict[str, Callable[[World], dict[str, Any]]] = {
     "noises": noises,
     "overflowing": overflowing,
     "interrupted": interrupted,
-    "int8": lambda world: interrupted(world, compression="int8", compress_after_steps=2),
-    "int8-node": lambda world: interrupted(world, compression="int8", compress_where="between_nodes"),
     "rehearsed": rehearsed,
     "joined": joined,
     "tables": tables,

@@ -10,7 +10,7 @@ from benchmarks.convergence import ACROSS, APART, EVERY, FROM_APART, Row, draw, 
 
 
 def test_what_is_lost_is_a_share_of_what_communicating_gives(tmp_path: Path) -> None:
-    losses = {EVERY: (1.0, 2.0), APART: (3.0, 4.0), FROM_APART: (2.0, 3.0), "int8": (1.1, 2.3)}
+    losses = {EVERY: (1.0, 2.0), APART: (3.0, 4.0), FROM_APART: (2.0, 3.0), "fp16": (1.1, 2.3)}
     rows = [
         Row(name, seed, 2, loss, 100.0 if name == EVERY else 25.0, 1.0, [(1, loss, 0.0, 0.5), (2, loss, 1e6, 1.0)])
         for name, of_seeds in losses.items()
@@ -18,10 +18,10 @@ def test_what_is_lost_is_a_share_of_what_communicating_gives(tmp_path: Path) -> 
     ]
     found = {one.method: one for one in summaries(rows, list(losses))}
     assert (found[EVERY].lost, found[APART].lost, found[FROM_APART].lost_after) == (0, 1, 1)
-    int8 = found["int8"]
-    assert (int8.lost, int8.lost_after, int8.bytes_share) == pytest.approx((0.1, 0.2, 0.25))
-    assert int8.spread == pytest.approx(0.2 / 2**0.5), "of differences between runs of one seed"
-    assert "int8" in table(list(found.values()))
+    fp16 = found["fp16"]
+    assert (fp16.lost, fp16.lost_after, fp16.bytes_share) == pytest.approx((0.1, 0.2, 0.25))
+    assert fp16.spread == pytest.approx(0.2 / 2**0.5), "of differences between runs of one seed"
+    assert "fp16" in table(list(found.values()))
     draw(rows, list(losses), tmp_path / "curves.svg")
     drawn = (tmp_path / "curves.svg").read_text()
     assert all(f"<!-- {label} -->" in drawn for label in [*losses, *(label for _, _, label in ACROSS)])

@@ -15,7 +15,7 @@ def test_rates_are_those_of_tc() -> None:
     ("contender", "choice", "bound_s"),
     [
         ("mpi-overlap-fp16", None, 1 + 8 * 2e6 * 2 / 8e6 + 2),  # the wire takes 4 s, backward 3 s
-        ("mpi-ring", None, 1 + 8 + 2),
+        ("mpi-pieces", None, 1 + 8 + 2),
         ("auto", "mpi-flat-fp16", 1 + 4 + 2),
         ("none", None, None),
     ],

@@ -55,7 +55,6 @@ KEYS: dict[Feature, dict[str, str]] = {
     Feature.FP16: {"train.precision": "fp16"},
     Feature.FP16_SUMS: {"reduce.compression": "fp16"},
     Feature.HOROVOD: {"reduce.kind": "horovod"},
-    Feature.INT8_SUMS: {"reduce.compression": "int8"},
     Feature.INITIAL_WEIGHTS: {"checkpoint.init_from": "weights.safetensors"},
     Feature.LOCAL_SYNC: {"sync.kind": "local"},
     Feature.NO_CHECKPOINTS: {"checkpoint.enabled": "false"},

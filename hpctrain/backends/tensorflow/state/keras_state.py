@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -17,11 +17,10 @@ from hpctrain.backends.keras.keras_model import is_seed, optimizers_in, own_lear
 from hpctrain.backends.named_state import load_tensors, merged_over
 from hpctrain.backends.tensorflow.state.keras_tensors import VariableTensor, digest, model_tensors
 from hpctrain.backends.tensorflow.task.keras_task_state import KerasLeaves, KerasTaskState
-from hpctrain.backends.update import LossScale, load_residues, residue_tensors
+from hpctrain.backends.update import LossScale
 from hpctrain.comm.group import Group
 from hpctrain.config.combinations import refusal
 from hpctrain.config.features import Feature
-from hpctrain.reduce.int8_sum import Residue
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.schedule import Factors, OwnRates
 from hpctrain.train.seeds import derive, host_random_state, restore_host_random_state, seed_python
@@ -108,8 +107,6 @@ class KerasState:
     """Ranks that see different samples."""
     seed: int
     """Seed of the run."""
-    residues: Mapping[str, Residue] = field(default_factory=dict)
-    """Error-feedback residues of compressed sums."""
 
     def reseed(self, step: int) -> None:
         rank_seed = derive(self.seed, self.group.rank, 1, step)  # dropout must differ between ranks
@@ -138,7 +135,7 @@ class KerasState:
         """All state: ``model/...``, ``optimizer/...``, ``held/...``, ``ema/...``, ``scaler/...``, ``rng/...``."""
         scaler = self.loss_scale.tensors() if self.loss_scale else []
         host = [ArrayTensor(name, array, Placement.RANK) for name, array in host_random_state().items()]
-        return [*self.variables(), *scaler, *residue_tensors(self.residues), *host]
+        return [*self.variables(), *scaler, *host]
 
     def variables(self) -> list[VariableTensor]:
         """The state held in TensorFlow variables."""
@@ -153,7 +150,6 @@ class KerasState:
         load_tensors(self.variables(), arrays)
         if self.loss_scale:
             self.loss_scale.load(arrays)
-        load_residues(self.residues, arrays)
         restore_host_random_state(arrays)
         self.batch_norms.follow()  # statistics may have been saved per rank
         self.rates.forget()

@@ -14,7 +14,7 @@ from hpctrain.backends.keras.keras_meter import KerasMeter
 from hpctrain.backends.keras.keras_model import POLICIES, evaluates_itself, optimizer_features, trains_itself
 from hpctrain.backends.named_state import require_same_model
 from hpctrain.backends.tensorflow.keras_framework import KerasEvaluator, KerasFramework, KerasStepProgram
-from hpctrain.backends.tensorflow.keras_reducer import HostReducer, KerasReducers, broadcast
+from hpctrain.backends.tensorflow.keras_reducer import KerasReducers, broadcast
 from hpctrain.backends.tensorflow.runtime import require_own_gpu
 from hpctrain.backends.tensorflow.sparse_sums import Gradients, sparse_variables
 from hpctrain.backends.tensorflow.state.keras_state import KerasState, Named, Rates
@@ -101,12 +101,9 @@ def assembled(
     averaged = context.variables if train.ema_decay is not None else []
     averages = [tf.Variable(tf.cast(variable.value, tf.float32)) for variable in averaged]
     rule, leaves, rates = rule_of(train), KerasLeaves(), Rates(task)
-    reducers = KerasReducers(packing.pieces, config.reduce.compress_after_steps)
+    reducers = KerasReducers(packing.pieces)
     reducer = None if trains_itself(task.model) else context.choice.known(reducers)
-    residue = reducer.residue if isinstance(reducer, HostReducer) else None
-    residues = {"": residue} if residue is not None else {}
-    scale, seed = rule.loss_scale, config.seed
-    source = KerasState(named, averages, scale, rates, batch_norms, objects, leaves, group, seed, residues)
+    source = KerasState(named, averages, rule.loss_scale, rates, batch_norms, objects, leaves, group, config.seed)
     passes = KerasPasses(task, packing, config.reduce.sparse, train.compile, averages, joint)
     is_tried = trains_itself(task.model) and evaluates_itself(task.model)
     evaluator = KerasEvaluator(task, passes, meters_of(task.metrics, KerasMetric, "Keras", KerasMeter), is_tried)

@@ -13,7 +13,6 @@ from hpctrain.comm.group import Group
 from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.flat_layout import Layout
 from hpctrain.reduce.host_allreduce import open_host_allreduce
-from hpctrain.reduce.int8_sum import Residue
 from hpctrain.reduce.mpi_allreduce import HostAllreduce
 from hpctrain.reduce.streamed_allreduce import StreamedAllreduce
 
@@ -99,15 +98,9 @@ CODECS = {"fp16": TorchCodec(torch.float16), "bf16": TorchCodec(torch.bfloat16)}
 
 
 def open_tensor_allreduce(
-    candidate: Candidate,
-    group: Group,
-    layout: Layout,
-    dtype: torch.dtype,
-    device: torch.device,
-    residue: Residue | None = None,
+    candidate: Candidate, group: Group, layout: Layout, dtype: torch.dtype, device: torch.device
 ) -> tuple[Candidate, TensorAllreduce]:
     """Opens an MPI candidate's sum; returns it with the candidate used: flat if shared memory is impossible."""
-    candidate, host = open_host_allreduce(
-        candidate, group, layout.length, torch.empty(0, dtype=dtype).numpy().dtype, CODECS, residue
-    )
+    buffer_dtype = torch.empty(0, dtype=dtype).numpy().dtype
+    candidate, host = open_host_allreduce(candidate, group, layout.length, buffer_dtype, CODECS)
     return candidate, HostTensorAllreduce(host) if device.type == "cpu" else StagedTensorAllreduce(host, device)

@@ -12,7 +12,6 @@ from hpctrain.backends.torch.reduce import allreduce
 from hpctrain.backends.torch.reduce.gradients import FlatGradients, Sparse, SparseGradients, densify
 from hpctrain.backends.torch.reduce.slots import Number, fill_slots, norm_of, read_behind, taken_apart
 from hpctrain.reduce.flat_layout import SLOTS, ExchangeResult, read_slots
-from hpctrain.reduce.int8_sum import Residue
 from hpctrain.train.clock import Phase, StepClock
 
 
@@ -49,8 +48,6 @@ class Reducer(SummedGradients, Protocol):
     """Name of the candidate, such as mpi-node."""
     last_backward: bool = True
     """Whether the next backward completes the gradients, so that they may be sent while it runs."""
-    residue: Residue | None = None
-    """Rounding error of int8 sums."""
 
     def begin(self) -> None:
         """Drops all gradients."""
@@ -206,7 +203,6 @@ class FlatReducer(ByFlatGradients, WithNorm):
         sum_: sums the flat buffer.
         tables: sums the rows of tables.
         own: reducer of this rank's own parameters, if any.
-        residue: rounding error of int8 sums.
         arrive: StreamedAllreduce.arrive; None if all sums arrive at once.
         needs_norm: whether each update needs the norm.
     """
@@ -219,12 +215,10 @@ class FlatReducer(ByFlatGradients, WithNorm):
         sum_: allreduce.TensorAllreduce,
         tables: SparseGradients | None = None,
         own: NoReducer | None = None,
-        residue: Residue | None = None,
         arrive: Callable[[float], None] | None = None,
         needs_norm: bool = False,
     ) -> None:
-        self.residue, self.needs_norm = residue, needs_norm
-        self.arrive = arrive
+        self.arrive, self.needs_norm = arrive, needs_norm
         self.early = self.has_loss = False
         """Early: the loss is sent first, ``exchange`` waits only for the loss, and ``parts`` waits for gradients."""
         self.name, self.named = name, named

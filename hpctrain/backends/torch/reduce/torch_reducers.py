@@ -20,9 +20,8 @@ from hpctrain.errors import UserError
 from hpctrain.reduce import horovod_setup
 from hpctrain.reduce.candidates import Candidate, candidates, look_around
 from hpctrain.reduce.flat_layout import BUCKET_BYTES, END_BYTES, GPU_BUCKET_BYTES, SLOTS, plan
-from hpctrain.reduce.int8_sum import residue_of
 from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
-from hpctrain.reduce.ring_allreduce import PIECE_BYTES
+from hpctrain.reduce.streamed_allreduce import PIECE_BYTES
 
 
 class Parameters(Protocol):
@@ -81,11 +80,10 @@ class TorchReducers:
         dtype, device = common_kind(wanted)
         most, ends = bucket_sizes(config, candidate, dtype, device)
         layout = plan([as_real(one).numel() for _, one in parameters], most, SLOTS, ends)
-        residue = residue_of(candidate, layout, config.compress_after_steps)
         sum_: allreduce.TensorAllreduce
         over: ProcessGroup | Group = group
         if candidate.kind == "mpi":
-            candidate, sum_ = allreduce.open_tensor_allreduce(candidate, group, layout, dtype, device, residue)
+            candidate, sum_ = allreduce.open_tensor_allreduce(candidate, group, layout, dtype, device)
         else:
             sender: messages.Sender
             if candidate.kind == "horovod":
@@ -106,8 +104,7 @@ class TorchReducers:
         own_dense, own_rows = divided([pair for pair in wanted if id(pair[1]) in own_ids], sparse_ids)
         alone = NoReducer(own_dense, SparseGradients(own_rows), config.sparse) if own_ids else None
         named = wanted if own_ids else parameters
-        norm = self.needs_norm
-        reducer = FlatReducer(candidate.name, named, gradients, sum_, tables, alone, residue, arrive, norm)
+        reducer = FlatReducer(candidate.name, named, gradients, sum_, tables, alone, arrive, self.needs_norm)
         return reducer
 
 

@@ -17,9 +17,8 @@ from hpctrain.backends.torch.state.optimizer import OptimizerState
 from hpctrain.backends.torch.steps.update_step import Parts, StepProgram
 from hpctrain.backends.torch.strategies.partition import Partition
 from hpctrain.backends.torch.task.task_state import TaskState
-from hpctrain.backends.update import LossScale, load_residues, residue_tensors
+from hpctrain.backends.update import LossScale
 from hpctrain.comm.group import Group
-from hpctrain.reduce.int8_sum import Residue
 from hpctrain.train.seeds import derive, seed_python
 from hpctrain.train.state import StateTensor, Tiling
 from hpctrain.train.stateful import Kept, unchanged
@@ -105,7 +104,6 @@ class TorchState:
             *self.averages.tensors(),
             *scaler,
             *self.program.counters,
-            *residue_tensors(self._residues()),
             *tensors.random_tensors(self.parts.compute.device),
         ]
         for place, it in enumerate(found):
@@ -123,7 +121,6 @@ class TorchState:
             scale.load(arrays)
         for counter in self.program.counters:
             counter.array[...] = arrays.get(counter.name, 0)
-        load_residues(self._residues(), arrays)
         tensors.load_random(self.parts.compute.device, arrays)
         self.parts.batch_norms.follow()  # statistics may have been saved per rank
 
@@ -158,9 +155,6 @@ class TorchState:
         """Parameters and saved buffers. Raises UserError if these are no longer those of the task."""
         self.require_same_layout()
         return tensors.model_tensors(self.parts.model, self.parts.batch_norms.names, self.parts.partition)
-
-    def _residues(self) -> dict[str, Residue]:
-        return self.parts.exchanges.used.residues if self.parts.exchanges.used else {}
 
     def _scales(self) -> list[LossScale]:
         """Loss scales of all optimizers."""

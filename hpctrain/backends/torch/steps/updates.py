@@ -27,7 +27,6 @@ from hpctrain.config.sections import ReduceConfig, TrainConfig
 from hpctrain.errors import RunFailed, UserError
 from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.flat_layout import ExchangeResult
-from hpctrain.reduce.int8_sum import Residue
 from hpctrain.reduce.reducer_choice import Reducers
 from hpctrain.system.user_errors import advice_on, advised, own_line, words
 from hpctrain.train.clock import Phase, StepClock
@@ -245,11 +244,6 @@ class Exchanges:
     def name(self) -> str:
         """Name of the candidate, such as mpi-node."""
         return next(iter(self.of.values())).name
-
-    @property
-    def residues(self) -> dict[str, Residue]:
-        """Rounding errors of the reducers that compress to int8, by optimizer."""
-        return {name: reducer.residue for name, reducer in self.of.items() if reducer.residue is not None}
 
     def close(self) -> None:
         """Closes all reducers."""
