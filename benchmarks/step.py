@@ -26,7 +26,7 @@ MODELS = {
 }
 """mlp-adam is mlp with an optimizer with more state; tables-* is a table of 500,000 x 16 with the named optimizer."""
 OTHERS = {
-    "torch": ("plain", "sharded", "tables", "densify", "ddp", "ddp-fp16", "zero", "horovod-plain"),
+    "torch": ("plain", "sharded", "densify", "ddp", "ddp-fp16", "zero", "horovod-plain"),
     "tensorflow": ("plain", "densify", "mwms", "horovod-plain"),
 }
 

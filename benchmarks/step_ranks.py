@@ -14,7 +14,6 @@ from hpctrain.config.sections import ParallelConfig, ReduceConfig
 
 SETTINGS = {
     "sharded": (ReduceConfig(), ParallelConfig(shard="optimizer")),
-    "tables": (ReduceConfig(kind="mpi"), ParallelConfig(shard="tables")),
     "densify": (ReduceConfig(kind="mpi", sparse="densify"), ParallelConfig()),
 }
 """Run file settings of some contenders."""

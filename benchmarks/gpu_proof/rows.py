@@ -11,7 +11,7 @@ HOROVOD = "horovod-0.28.1.tar.gz"
 """Horovod's sources."""
 WHEELS = "HPCTRAIN_PROOF_WHEELS"
 """Environment variable: the folder of --wheels."""
-PLANS = ("replicated", "tensor", "pipeline", "optimizer", "gradients", "parameters", "tables")
+PLANS = ("replicated", "tensor", "pipeline", "optimizer", "gradients", "parameters")
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def _rows() -> list[Row]:
         for precision in ("fp32", "bf16", "fp16")
     ]
     for ranks in (2, 4):
-        what = f"sums, gathers, swaps and messages of {ranks} ranks, each value checked"
+        what = f"sums, gathers and messages of {ranks} ranks, each value checked"
         listed.append(Row(f"exchange-device-{ranks}", what, "exchange:row", ranks))
     for ranks in (2, 4):
         for plan in (*PLANS, *(("grid",) if ranks == 4 else ())):

@@ -171,7 +171,7 @@ def compare_model(
 ) -> list[str]:
     """Compare the names of a model's tensors with a checkpoint's, after loading. Collective over ``everyone``.
 
-    A rank has none of other stages' tensors, nor of tables whose rows are all on other ranks. Returns sentences on what
+    A rank has none of other stages' tensors. Returns sentences on what
     was accepted; raises UserError. See ``resume_compat.model_changes``.
     """
     own = {tensor.name.removeprefix(MODEL) for tensor in framework.state() if tensor.name.startswith(MODEL)}

@@ -85,9 +85,6 @@ class Feature(StrEnum):
     """also the gradients (ZeRO-2, by FSDP2); layers are whole from the forward to the backward pass."""
     SHARD_PARAMETERS = "parallel.shard: parameters"
     """also the parameters (FSDP2); a layer is whole while it computes."""
-    SHARD_TABLES = "parallel.shard: tables"
-    """the rows of the tables that the task marks in tensor= by vocabulary, and their state; vectors and
-    gradients go from rank to rank."""
     SHORT_BATCH = "a last batch with fewer samples than ranks"
     SPARSE_ADAM = "SparseAdam"
     SPARSE_ROWS = "an embedding with sparse=True"
@@ -124,14 +121,10 @@ class Trait(StrEnum):
     """A rank has a part of the model or of its optimizers."""
     DIVIDES_OPTIMIZERS = auto()
     """A rank's optimizers update a part of the parameters, or rows of them."""
-    EXCHANGES_IN_LAYERS = auto()
-    """Ranks exchange tensors within layers."""
     EXCHANGES_IN_PASSES = auto()
     """Ranks exchange tensors or gradients while passes run, and so run the same ones."""
     GATHERS = auto()
     """A rank has rows of all parameters; layers are gathered to compute."""
-    HIDES_PARTS = auto()
-    """Code outside the model sees layers, or rows of tables, of one rank alone."""
     LOW_PRECISION = auto()
     """Passes are computed in 16 bits."""
     MEETS_INSIDE = auto()
@@ -148,12 +141,10 @@ class Trait(StrEnum):
 
 DIVIDES_UPDATES = (Trait.DIVIDES, Trait.DIVIDES_OPTIMIZERS)
 MEETS = (Trait.MEETS_INSIDE, Trait.EXCHANGES_IN_PASSES)
-INSIDE = (*MEETS, Trait.EXCHANGES_IN_LAYERS)
 GATHERS = (*MEETS, *DIVIDES_UPDATES, Trait.REDUCE_SCATTERS, Trait.ADDS_DENSE, Trait.GATHERS)
 PLANS: dict[Feature, tuple[Trait, ...]] = {
     Feature.TENSOR: (*MEETS, Trait.DIVIDES, Trait.ADDS_DENSE),
-    Feature.SHARD_TABLES: (*INSIDE, *DIVIDES_UPDATES, Trait.HIDES_PARTS),
-    Feature.PIPELINE: (*INSIDE, *DIVIDES_UPDATES, Trait.ADDS_DENSE, Trait.HIDES_PARTS),
+    Feature.PIPELINE: (*MEETS, *DIVIDES_UPDATES, Trait.ADDS_DENSE),
     Feature.SHARD_PARAMETERS: GATHERS,
     Feature.SHARD: (*DIVIDES_UPDATES, Trait.REDUCE_SCATTERS),
     Feature.SHARD_GRADIENTS: GATHERS,

@@ -169,7 +169,7 @@ def make_hooks(
     writer = EventWriter(run_dir.events, session.warn)
     yield StopRequests(session.signals, run_dir, writer.append)
     if world.everyone.size > 1 and not config.parallel.gathers and config.sync.kind != "local":
-        yield VerifyWeights(config.reduce.verify_every_steps, config.parallel.shard == "tables")
+        yield VerifyWeights(config.reduce.verify_every_steps)
     watch = watching(config.train.early_stop, config.schedule)
     profile: list[Hook] = []
     if config.track.profile.first_step is not None:

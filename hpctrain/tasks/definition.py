@@ -123,8 +123,7 @@ class TorchTask(Task):
     ``hpctrain.StepContext``. It may return metrics by name."""
     tensor: Mapping[str, LayerCut] = field(default_factory=dict)
     """How layers are partitioned over ``parallel.tensor`` ranks: ``hpctrain.columns``, ``hpctrain.rows`` or
-    ``hpctrain.vocabulary`` by layer-name pattern, such as ``{"blocks.*.up": columns, "blocks.*.down": rows}``. With
-    ``parallel.shard: tables``, the tables given as ``vocabulary`` are partitioned."""
+    ``hpctrain.vocabulary`` by layer-name pattern, such as ``{"blocks.*.up": columns, "blocks.*.down": rows}``."""
     layers: Callable[[Any], Sequence[Callable[[Any], Any]] | Sequence[Sequence[Callable[[Any], Any]]]] | None = None
     """layers(model) lists the model's layers in order of application, to split it into ``parallel.pipeline`` stages:
     ``lambda model: [model.embed, *model.blocks, model.head]``. A function in the list gets the modules whose parameters
@@ -223,8 +222,7 @@ rows = Rows()
 """For ``torch.nn.Linear``: each rank has some of the inputs, left to it by a layer with ``columns``; the outputs are
 summed over the ranks, and all ranks get them."""
 vocabulary = LayerCut("vocabulary")
-"""For ``torch.nn.Embedding``: each rank has some of the table's rows, and all ranks get all vectors. With
-``parallel.shard: tables``, also for ``torch.nn.EmbeddingBag``: ranks see different samples, and get their vectors."""
+"""For ``torch.nn.Embedding``: each rank has some of the table's rows, and all ranks get all vectors."""
 ColwiseParallel = columns
 """``columns`` under DTensor's name; ``ColwiseParallel()`` is the same."""
 RowwiseParallel = rows

@@ -36,8 +36,6 @@ class Neighbours(enum.IntEnum):
     """The other ranks of its tensor group."""
     PIPELINE = 2
     """The ranks of the previous and next pipeline stages."""
-    TABLES = 3
-    """The ranks that hold other rows of its embedding tables."""
 
 
 class StepClock(Protocol):

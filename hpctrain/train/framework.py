@@ -186,7 +186,7 @@ class State(Protocol):
         """SHA-256, in hexadecimal, over this rank's model parameters in a fixed order.
 
         Args:
-            shared_only: hash only replicated parameters, not sharded layers and tables.
+            shared_only: hash only replicated parameters, not sharded layers.
         """
 
 

@@ -146,11 +146,10 @@ class VerifyWeights(BaseHook):
         every_steps: compare every N steps; None: only after the first step, which finds weights that depend on the
             rank or on its samples, such as those that forward initialises. Ranks on other hardware, which may round
             otherwise, are then left out.
-        has_tables: embedding tables are sharded over data-parallel ranks, so they are not compared.
     """
 
-    def __init__(self, every_steps: int | None, has_tables: bool = False) -> None:
-        self.every_steps, self.has_tables = every_steps, has_tables
+    def __init__(self, every_steps: int | None) -> None:
+        self.every_steps = every_steps
         self.steps = 0
         """Steps of this attempt."""
 
@@ -160,7 +159,7 @@ class VerifyWeights(BaseHook):
         is_due = self.steps == 1 if self.every_steps is None else step % self.every_steps == 0
         if is_due:
             shared = framework.weights_hash(shared_only=True) if world.tensor.size > 1 else ""
-            own = framework.weights_hash(shared_only=self.has_tables)
+            own = framework.weights_hash()
             kind = hardware() if self.every_steps is None else ""
             hashes = world.everyone.allgather([own, shared, kind], "compare the weights")
             tensor, stage = world.tensor.size, len(hashes) // world.pipeline.size

@@ -62,7 +62,6 @@ OPENED = {
     "pipeline-data": "pipeline",
     "four-stages": "pipeline",
     "tensor-pipeline": "tensor pipeline",
-    "tables": "data",
 }
 """Process groups that each plan opens."""
 
@@ -81,7 +80,6 @@ def test_layers_and_stages_exchange_by_groups_of_torch_as_on_gpus(results: Resul
     [
         ("sum", "add up something"),
         ("gather", "gather something"),
-        ("swap", "swap something"),
         ("receive", "send something"),
         ("send", "take something"),
         ("ended", "add up something"),

@@ -14,7 +14,7 @@ from torch.nn import functional
 from hpctrain import CarriedState, PerRank
 from hpctrain.config.features import Feature
 from hpctrain.data.stream import open_stream
-from hpctrain.tasks.definition import TorchScheduler, TorchTask, rows, vocabulary
+from hpctrain.tasks.definition import TorchScheduler, TorchTask, rows
 from hpctrain.train.hooks import RateHook
 from tests.tasks.torch_metrics import Hits
 
@@ -32,15 +32,11 @@ class Images(nn.Module):
         self.norm = nn.SyncBatchNorm(3) if Feature.JOINT_LAYERS in uses else norm
         self.activation = torch.compile(nn.Tanh()) if Feature.COMPILED_MODEL in uses else nn.Tanh()
         self.head = nn.Linear(3, 1)
-        self.table = nn.Embedding(3, 3) if Feature.SHARD_TABLES in uses else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, 1]."""
         hidden = self.activation(self.norm(self.convolution(x.to(self.head.weight.dtype))))
-        features = hidden.flatten(2).mean(2)
-        if self.table is not None:
-            features = features + self.table(torch.arange(len(x), device=x.device) % 3)
-        return self.head(features).float()
+        return self.head(hidden.flatten(2).mean(2)).float()
 
 
 class Remembering(Images):
@@ -180,8 +176,7 @@ def task(uses: list[str]) -> TorchTask:
     made |= {} if Feature.NO_VALIDATION in has else {"validation": data}
     made |= {} if Feature.NO_EVAL_LOSS in has else {"loss": loss}
     made |= {} if Feature.NO_FORWARD in has else {"forward": forward}
-    marked = {"*table": vocabulary} if Feature.SHARD_TABLES in has else {}
-    made |= {"tensor": {"head": rows} | marked} if Feature.NO_CUTS not in has else {}
+    made |= {"tensor": {"head": rows}} if Feature.NO_CUTS not in has else {}
     made |= {"metrics": {"size": functools.partial(size, models["one"])}} if Feature.CAPTURED_MODEL in has else {}
     made |= {"layers": lambda model: list(model.children())} if Feature.NO_LAYERS not in has else {}
     made |= {"step": step} if Feature.OWN_STEP in has or several else {}

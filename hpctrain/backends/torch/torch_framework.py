@@ -85,8 +85,7 @@ class TorchFramework(FrameworkOfParts):
         updates = self.prepared.updates
         assert updates is not None, "the last strategy has made some"
         tables = {id(one) for reducers in updates.reducers.values() for one in reducers.sparse}
-        apart = tables | self.parts.partition.complete
-        return sum(4 * as_real(one).numel() for one in self.source.averages.parameters if id(one) not in apart)
+        return sum(4 * as_real(one).numel() for one in self.source.averages.parameters if id(one) not in tables)
 
     def dry_call(self, batch: HostBatch, validation: Sequence[HostBatch] = (), pair: HostBatch | None = None) -> None:
         parts = self.parts
@@ -141,7 +140,7 @@ class TorchEvaluator:
         task, compute = self.parts.task, self.parts.compute
         with self._evaluating():
             inputs = compute.tensors(batch)
-            with compute.autocast(), self.parts.partition.passing():
+            with compute.autocast():
                 outputs = task.forward(self.passes.called, inputs)
                 scores = {name: judge(outputs, inputs) for name, judge in judges(task).items()}
             seen = Seen(outputs, inputs, batch, to_host)
@@ -152,7 +151,7 @@ class TorchEvaluator:
 
     def predict(self, batch: HostBatch) -> dict[str, NDArray[Any]]:
         task, compute = self.parts.task, self.parts.compute
-        with self._evaluating(), compute.autocast(), self.parts.partition.passing():
+        with self._evaluating(), compute.autocast():
             outputs = task.forward(self.passes.called, compute.tensors(batch))
         return {name: on_host(value) for name, value in named_outputs(outputs).items()}
 
@@ -160,7 +159,7 @@ class TorchEvaluator:
         """Raises UserError if the loss or a metric fails on one of these batches; skipped without validation."""
         task, compute = self.parts.task, self.parts.compute
         for batch in batches if task.validation is not None else ():
-            with self._evaluating(), self.parts.partition.passing():
+            with self._evaluating():
                 try_metrics(task, self.passes.called, compute.tensors(copied(batch)))
             try_meters(self, copied(batch))
 

@@ -38,7 +38,6 @@ WITH_TORCH = {
     Feature.RECOMPUTE: ("train.recompute is given", "leave it out: PyTorch sees a Keras model as a single module"),
     Feature.SHARD_GRADIENTS: ("parallel.shard is gradients", CUTS),
     Feature.SHARD_PARAMETERS: ("parallel.shard is parameters", CUTS),
-    Feature.SHARD_TABLES: ("parallel.shard is tables", CUTS),
     Feature.TENSOR: ("parallel.tensor is {1}", CUTS),
     Feature.TRAIN_STEP: (
         "{1} overrides a step of keras.Model or a part of one",

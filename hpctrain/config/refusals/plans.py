@@ -1,4 +1,4 @@
-"""Combinations that do not work with a plan: tensor groups, pipelines, shards and tables."""
+"""Combinations that do not work with a plan: tensor groups, pipelines and shards."""
 
 from __future__ import annotations
 
@@ -32,20 +32,6 @@ WITH_FULLY_SHARDED = {
         "write it as an hpctrain.Metric or as a function, or set parallel.shard: optimizer",
     ),
 }
-WITH_TABLES = {
-    Feature.NO_CUTS: (
-        "the task does not say which tables are sharded",
-        "return TorchTask(..., tensor={'tables.*': hpctrain.vocabulary}), or leave parallel.shard out",
-    ),
-    Feature.TENSOR: (
-        "parallel.tensor is {1}, which itself splits the rows of tables",
-        "set parallel.tensor to 1, or leave parallel.shard out",
-    ),
-    Feature.PIPELINE: (
-        "parallel.pipeline is {1}, whose stages have different tables, and look them up at different times",
-        "set parallel.pipeline to 1, or leave parallel.shard out",
-    ),
-}
 
 
 SAY_ELEMENTWISE = (
@@ -77,6 +63,16 @@ ROWS: Rows = {
         "different ranks",
         "keep it in buffers of the model, or change it in hooks and without PerRank",
     ),
+    (Feature.PIPELINE, Feature.COMPILE): (
+        "parallel.pipeline is {0}, and train.compile is true: ranks communicate inside the model",
+        "leave train.compile out",
+    ),
+    (Feature.PIPELINE, Feature.CAPTURED_MODEL): (
+        "parallel.pipeline is {0}, and {1} of the task holds the model or a part of it, but each rank has different "
+        "layers: a penalty, for instance, would cover only this rank's part",
+        "compute it from its arguments only: let the last layer also return what it needs of the others, and give "
+        "weight decay to the optimizer",
+    ),
     # zero1
     (Trait.REDUCE_SCATTERS, Feature.HOROVOD): (
         "{0}, and Horovod would send all gradients to all ranks",
@@ -104,15 +100,10 @@ ROWS: Rows = {
         "use an optimizer that updates each element by itself, such as AdamW, leave parameters without elements out, "
         "or set parallel.shard: optimizer",
     ),
-    **refusing(Feature.SHARD_TABLES, "parallel.shard is tables", WITH_TABLES),
     # several of them
     (Trait.EXCHANGES_IN_PASSES, Feature.OWN_STEP): (
         "{0}, and the task has its own step, whose passes other ranks could not follow",
         "give the task loss= and optimizer=, without step=, or set parallel.shard: optimizer",
-    ),
-    (Trait.EXCHANGES_IN_LAYERS, Feature.COMPILE): (
-        "{0}, and train.compile is true: ranks communicate inside the model",
-        "leave train.compile out",
     ),
     (Trait.MEETS_INSIDE, Feature.COMPILED_MODEL): (
         "{0}, and {1} is compiled: ranks communicate inside the model",
@@ -133,12 +124,6 @@ ROWS: Rows = {
     ),
     (Trait.ADDS_DENSE, Feature.SPARSE_ROWS): (
         "{0}, and {1} has sparse gradients",
-        "leave sparse=True out (hpctrain.vocabulary splits the rows of large tables), or set parallel.shard: optimizer",
-    ),
-    (Trait.HIDES_PARTS, Feature.CAPTURED_MODEL): (
-        "{0}, and {1} of the task holds the model or a part of it, but each rank has different layers or rows of "
-        "tables: a penalty, for instance, would cover only this rank's part",
-        "compute it from its arguments only: let the last layer also return what it needs of the others, and give "
-        "weight decay to the optimizer",
+        "leave sparse=True out, or set parallel.shard: optimizer",
     ),
 }

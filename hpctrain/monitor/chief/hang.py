@@ -74,7 +74,6 @@ class Beat:
 FOR_NEIGHBOURS: Mapping[int, str] = {
     Neighbours.TENSOR: "waits for other parts of a layer",
     Neighbours.PIPELINE: "waits for another stage",
-    Neighbours.TABLES: "waits for rows of a table",
 }
 STATES = {
     ENDED: "has ended",
@@ -120,10 +119,9 @@ def who_never_arrived(beats: list[Beat], grid: Grid | None = None) -> list[Beat]
 
 
 def apart(beats: list[Beat], grid: Grid) -> list[Beat]:
-    """Ranks in the exchange for which others wait: tensor neighbours, or any rank waiting for rows."""
+    """Ranks in the exchange for which neighbours of their tensor group wait."""
     waiting_groups = {beat.rank // grid.tensor for beat in beats if beat.waits_for == Neighbours.TENSOR}
-    of_all = any(beat.waits_for == Neighbours.TABLES for beat in beats)
-    return [beat for beat in beats if beat.waits and (of_all or beat.rank // grid.tensor in waiting_groups)]
+    return [beat for beat in beats if beat.waits and beat.rank // grid.tensor in waiting_groups]
 
 
 class HangWatch:

@@ -17,14 +17,13 @@ from hpctrain.checkpoint.format import layout
 from hpctrain.comm.world import connect
 from tests.support import plan_runs
 from tests.support.plan_runs import Watcher, predict
-from tests.tasks import pipeline_tasks, table_tasks
+from tests.tasks import pipeline_tasks
 
 EVERYONE = connect().everyone
 layout.LEAST_TILE_BYTES = 64  # tiles, as for large matrices
 WITH_NORMS: dict[str, Any] = {"task": "sequential", "task_args__norm": "true", "data__drop_last": "true"}
 """BatchNorm rejects a batch of a single sample."""
 BOTH: dict[str, Any] = {"task": "staged", "parallel__pipeline": 2, "parallel__tensor": 2, "task_args__dropout": 0.5}
-TABLES = {"task": f"{table_tasks.__file__}:recommender"}
 PLANS: dict[str, dict[str, Any]] = {
     "alone": {},
     "tp2": {"parallel__tensor": 2},
@@ -43,8 +42,6 @@ PLANS: dict[str, dict[str, Any]] = {
     "tp2-zero-nccl": {"parallel__tensor": 2, "parallel__shard": "optimizer", "reduce__kind": "nccl"},
     "tp2-horovod": {"parallel__tensor": 2, "reduce__kind": "horovod"},
     "pp2-horovod": {"parallel__pipeline": 2, "reduce__kind": "horovod"},
-    "whole-tables": TABLES,
-    "tables": {**TABLES, "parallel__shard": "tables"},
 }
 """Keys of the run file; the remaining ranks form the data axis."""
 

@@ -58,7 +58,6 @@ HYBRID = ParallelConfig(tensor=2, shard="parameters")
 KEEPING = ParallelConfig(tensor=2, shard="gradients")
 GPT = "tests.tasks.tensor_tasks:numbered"
 STAGES = "tests.tasks.pipeline_tasks:numbered"
-TABLES = "tests.tasks.table_tasks:recommender"
 UPDATES = 6
 
 
@@ -128,7 +127,6 @@ EXCHANGED = {
     "pipeline-data": (4, ParallelConfig(pipeline=2), STAGES),
     "four-stages": (4, ParallelConfig(pipeline=4), STAGES),
     "tensor-pipeline": (4, ParallelConfig(tensor=2, pipeline=2), STAGES),
-    "tables": (4, ParallelConfig(shard="tables"), TABLES),
 }
 """Ranks, plan and task of runs whose ranks exchange tensors as they would on GPUs."""
 
@@ -140,7 +138,7 @@ def exchanges(world: World, folder: Path) -> dict[str, Any]:
     settings = {"global_batch": 7, "accumulate": 3}
     wanted = {}
     if world.rank == 0:
-        for name, task in (("layers", GPT), ("stages", STAGES), ("tables", TABLES)):
+        for name, task in (("layers", GPT), ("stages", STAGES)):
             wanted[task] = attempt(parts[1], folder / f"one-{name}", WHOLE, task, UPDATES, **settings)
     found: dict[str, Any] = {}
     for name, (size, parallel, task) in EXCHANGED.items():
@@ -429,7 +427,6 @@ def lost(world: World, folder: Path) -> dict[str, Any]:
     waits: dict[str, Callable[[Exchange], Any]] = {
         "sum": lambda exchange: exchange.sum(torch.ones(3), torch.float32, "add up something"),
         "gather": lambda exchange: exchange.gather(torch.ones(3), "gather something"),
-        "swap": lambda exchange: exchange.swap(torch.ones(3, 2), [1, 2], [1, 4], "swap something"),
         "receive": lambda exchange: exchange.expect(torch.ones(3), 1, 0)("send something"),
         "send": lambda exchange: (exchange.post(torch.ones(4_000_000), 1, 0), exchange.settle("take something")),
         "ended": lambda exchange: exchange.sum(torch.ones(3), torch.float32, "add up something"),

@@ -17,7 +17,7 @@ from hpctrain.errors import ExitCode
 
 @pytest.mark.parametrize(
     ("contender", "kind", "shard", "dense"),
-    [("sharded", "auto", "optimizer", False), ("tables", "mpi", "tables", False), ("densify", "mpi", "none", True)],
+    [("sharded", "auto", "optimizer", False), ("densify", "mpi", "none", True)],
 )
 def test_contenders_set_what_their_name_says(contender: str, kind: str, shard: str, dense: bool) -> None:
     opened: list[Any] = []

@@ -70,12 +70,12 @@ def test_the_page_is_in_step() -> None:
 
 SHARDED = "SHARD SHARD_GRADIENTS SHARD_PARAMETERS"
 FEWER_BYTES = [
-    ("FP16_SUMS OVERLAP", "CLIP ACCUMULATE EMA RECOMPUTE BF16 FP16 TENSOR PIPELINE SHARD_TABLES VERIFY", SHARDED),
-    ("BF16_SUMS OVERLAP", "CLIP ACCUMULATE EMA RECOMPUTE BF16 FP16 TENSOR PIPELINE SHARD_TABLES VERIFY", SHARDED),
+    ("FP16_SUMS OVERLAP", "CLIP ACCUMULATE EMA RECOMPUTE BF16 FP16 TENSOR PIPELINE VERIFY", SHARDED),
+    ("BF16_SUMS OVERLAP", "CLIP ACCUMULATE EMA RECOMPUTE BF16 FP16 TENSOR PIPELINE VERIFY", SHARDED),
     (
         "LOCAL_SYNC",
         "CLIP ACCUMULATE RECOMPUTE BF16 FP16_SUMS OVERLAP",
-        f"{SHARDED} SHARD_TABLES TENSOR PIPELINE FP16 EMA",
+        f"{SHARDED} TENSOR PIPELINE FP16 EMA",
     ),
 ]
 
@@ -91,8 +91,6 @@ def test_each_way_to_send_fewer_bytes_goes_with_the_rest_or_says_why_not(used: s
 
 
 def test_a_trait_is_told_by_the_first_feature_that_has_it() -> None:
-    uses = {Feature.SHARD_TABLES: True, Feature.TENSOR: 2, Feature.COMPILE: True}
-    assert refusal(uses).what.startswith("parallel.shard is tables, and parallel.tensor is 2")
     both = {Feature.PIPELINE: 3, Feature.TENSOR: 2, Feature.JOINT_LAYERS: "norm"}
     assert refusal(both).what == "parallel.tensor is 2, and norm normalises over the samples of all ranks"
     assert stated(Feature.EARLY_STOP, "loss") == "train.early_stop.metric is 'loss'"

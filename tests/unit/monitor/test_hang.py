@@ -71,15 +71,6 @@ def test_who_waits_for_neighbours_has_not_failed_to_arrive(
     assert set(waiting) == {"waits for other parts of a layer"}
 
 
-def test_who_waits_for_rows_waits_for_those_that_look_nothing_up() -> None:
-    """On whatever ranks."""
-    found = [Beat(rank, *ARRIVED[:2], 100.0, "S", Neighbours.TABLES if rank == 2 else 0) for rank in range(4)]
-    hang = HangWatch(10, Grid(4)).observe(found)
-    assert hang is not None
-    assert [beat.rank for beat in hang.culprits] == [0, 1, 3]
-    assert [beat.doing for beat in hang.waiting] == ["waits for rows of a table"]
-
-
 def test_places_and_neighbours_are_told() -> None:
     found = [Beat(rank, 7, Phase.TO_DEVICE, 100.0, "S", NEAR if rank == 2 else 0) for rank in range(4)]
     found[:2] = [Beat(rank, 7, Phase.BACKWARD, 100.0, "S") for rank in range(2)]

@@ -69,7 +69,6 @@ KEYS: dict[Feature, dict[str, str]] = {
     Feature.SHARD: {"parallel.shard": "optimizer"},
     Feature.SHARD_GRADIENTS: {"parallel.shard": "gradients"},
     Feature.SHARD_PARAMETERS: {"parallel.shard": "parameters"},
-    Feature.SHARD_TABLES: {"parallel.shard": "tables"},
     Feature.SHORT_BATCH: {"train.global_batch": "13"},
     Feature.STEP_EPOCHS: {"schedule.kind": "step", "schedule.step_epochs": "[1]"},
     Feature.SYNC_BATCHNORM: {"train.sync_batchnorm": "true"},
@@ -221,9 +220,9 @@ TRAINED = {
     "sharded gradients": """
         ACCUMULATE CHANNELS_LAST CLIP EMA EPOCHS FP16 METRICS NO_VALIDATION RATE_HOOK RECOMPUTE SAMPLER SHARD_GRADIENTS
         WARMUP WORKERS""",
-    "sharded tables": """
+    "16-bit sums while backward runs": """
         ACCUMULATE BEST CHANNELS_LAST CLIP EARLY_STOP EMA EPOCHS EVALUATION_SCHEDULER FP16 FP16_SUMS METRICS OVERLAP
-        RECOMPUTE SAMPLER SHARD_TABLES SPARSE_ADAM VALIDATION VERIFY WORKERS""",
+        RECOMPUTE SAMPLER SPARSE_ADAM VALIDATION VERIFY WORKERS""",
     "compiled steps of a stream, with a plateau": """
         BEST CLIP COMPILE UNKNOWN_OPTIMIZER EARLY_STOP EMA FP16 GATHER METRICS OWN_STEP PLATEAU RATE_HOOK SEVERAL_MODELS
         STREAM VALIDATION VERIFY VOLUMES WARMUP""",

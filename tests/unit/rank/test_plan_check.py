@@ -134,16 +134,6 @@ def test_a_model_that_depends_on_the_rank_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adamw", "sparse-adam"])
-def test_tables_are_shared_out(run: str, optimizer: str) -> None:
-    of_tables = f"--task tests.tasks.table_tasks:recommender --task_args.optimizer {optimizer} --parallel.shard"
-    whole, rows = (plans(run, 4, f"{of_tables} {shard}") for shard in ("none", "tables"))
-    for one, other in zip(whole, rows, strict=True):
-        assert one.memory.parameters > other.memory.parameters
-        assert one.memory.optimizer > other.memory.optimizer > other.memory.parameters, "two moments"
-
-
-@pytest.mark.slow
 def test_parameters_without_values_get_no_memory(tmp_path: Path) -> None:
     run = tmp_path / "run.yaml"
     keys = "task_args: {width: 16384, meta: true}\ncheckpoint: {init_from: none.safetensors}\n"

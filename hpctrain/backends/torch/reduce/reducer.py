@@ -193,16 +193,12 @@ class ByFlatGradients:
 class FlatReducer(ByFlatGradients, WithNorm):
     """Sums gradients in one flat buffer over the ranks, and those of tables separately.
 
-    Gradients of parameters that only this rank has (``own``) are complete without a sum; ``norm`` is then this rank's
-    norm only, see Partition.
-
     Args:
         name: name of the candidate.
         named: all parameters.
         flat_gradients: the gradients in the flat buffer.
         sum_: sums the flat buffer.
         tables: sums the rows of tables.
-        own: reducer of this rank's own parameters, if any.
         arrive: StreamedAllreduce.arrive; None if all sums arrive at once.
         needs_norm: whether each update needs the norm.
     """
@@ -214,7 +210,6 @@ class FlatReducer(ByFlatGradients, WithNorm):
         flat_gradients: FlatGradients,
         sum_: allreduce.TensorAllreduce,
         tables: SparseGradients | None = None,
-        own: NoReducer | None = None,
         arrive: Callable[[float], None] | None = None,
         needs_norm: bool = False,
     ) -> None:
@@ -228,7 +223,7 @@ class FlatReducer(ByFlatGradients, WithNorm):
         self.values = sum_.flat[:boundary]
         self.converts = any(one.dtype.to_real() != sum_.flat.dtype for one in flat_gradients.parameters)
         self.slots = sum_.flat[boundary:]
-        self.others = [one for one in (tables, own) if one is not None]
+        self.tables = tables or SparseGradients(())
         self.arrivals = flat_gradients.parts(PARTS)
         flat_gradients.attach()
 
@@ -239,8 +234,7 @@ class FlatReducer(ByFlatGradients, WithNorm):
     def begin(self) -> None:
         self.known_norm = self.act = None
         self.flat_gradients.begin()
-        for one in self.others:
-            one.begin()
+        self.tables.begin()
 
     def before_reading(self, act: Callable[[torch.Tensor], object]) -> bool:
         """See Reducer."""
@@ -267,8 +261,7 @@ class FlatReducer(ByFlatGradients, WithNorm):
             self.arrive(1)
             return read_slots(self.slots.tolist())
         self.finish()
-        for one in self.others:
-            one.exchange() if isinstance(one, SparseGradients) else one.complete()
+        self.tables.exchange()
         return self.read(self.slots)
 
     def parts(self, clock: StepClock) -> Iterator[list[torch.Tensor]]:
@@ -293,7 +286,7 @@ class FlatReducer(ByFlatGradients, WithNorm):
         dense = [self.values]
         if self.converts:  # then ``grad`` is not always a view of the buffer
             dense = [parameter.grad for parameter in self.flat_gradients.parameters if parameter.grad is not None]
-        return [*dense, *(gradient for one in self.others for gradient in one.gradients())]
+        return [*dense, *self.tables.gradients()]
 
     def summed(self) -> Sequence[tuple[str, torch.Tensor]]:
         return self.named
@@ -301,5 +294,4 @@ class FlatReducer(ByFlatGradients, WithNorm):
     def close(self) -> None:
         self.flat_gradients.detach()
         self.sum.close()
-        for one in self.others:
-            one.close()
+        self.tables.close()

@@ -48,8 +48,6 @@ class TorchReducers:
     config: ReduceConfig
     sparse: Sequence[Parameter] = ()
     """Parameters whose gradients stay sparse."""
-    own: Sequence[Parameter] = ()
-    """Parameters that no other rank has, so that their gradients are complete and not exchanged."""
     needs_norm: bool = False
     """Whether each update needs the norm of these gradients."""
 
@@ -70,11 +68,9 @@ class TorchReducers:
             UserError: Horovod is missing or does not fit.
         """
         config = self.config
-        sparse_ids, own_ids = ({id(parameter) for parameter in some} for some in (self.sparse, self.own))
         is_share = not isinstance(self.model, Module)  # its parameters may be frozen now and trained again later
         wanted = [(name, one) for name, one in self.model.named_parameters() if is_share or one.requires_grad]
-        shared = [pair for pair in wanted if id(pair[1]) not in own_ids]
-        parameters, rows_of = divided(shared, sparse_ids)
+        parameters, rows_of = divided(wanted, {id(parameter) for parameter in self.sparse})
         if candidate.kind == "none":
             return NoReducer(parameters, SparseGradients(rows_of), config.sparse, self.needs_norm)
         dtype, device = common_kind(wanted)
@@ -100,11 +96,8 @@ class TorchReducers:
 
         gradients = FlatGradients(parameters, sum_.flat, layout, ready, config.sparse)
         tables = SparseGradients(rows_of, over, dtype)
-        arrive = sum_.arrive if isinstance(sum_, allreduce.HostTensorAllreduce) and not (rows_of or own_ids) else None
-        own_dense, own_rows = divided([pair for pair in wanted if id(pair[1]) in own_ids], sparse_ids)
-        alone = NoReducer(own_dense, SparseGradients(own_rows), config.sparse) if own_ids else None
-        named = wanted if own_ids else parameters
-        reducer = FlatReducer(candidate.name, named, gradients, sum_, tables, alone, arrive, self.needs_norm)
+        arrive = sum_.arrive if isinstance(sum_, allreduce.HostTensorAllreduce) and not rows_of else None
+        reducer = FlatReducer(candidate.name, parameters, gradients, sum_, tables, arrive, self.needs_norm)
         return reducer
 
 

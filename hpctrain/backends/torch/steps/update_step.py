@@ -80,19 +80,18 @@ class LossPasses:
             clock.mark(Phase.TO_DEVICE)
             passes.reducer.begin_pass(is_last=False)  # gradients computed inside forward are not sent
             with contextlib.nullcontext() if is_own else self.parts.unchanged():
-                with compute.autocast(), partition.passing():
+                with compute.autocast():
                     score = self.loss(task.forward(self.called, batch), batch)
                 partition.leave()
                 clock.mark(Phase.FORWARD)
                 passes.reducer.begin_pass(is_last=number == len(batches))
                 passes.add(score, samples_of(host), is_own=is_own)
-                partition.finish(compute.device)
             clock.mark(Phase.BACKWARD)
         if not micro_batches:
             clock.mark(Phase.BACKWARD)  # without micro-batches the rank arrives at once
 
     def dry_call(self, batch: dict[str, Tensor]) -> Any:
-        parts, partition = self.parts, self.parts.partition
+        parts = self.parts
 
         def again(some: Mapping[str, Tensor]) -> Any:
             parts.modes.evaluate()
@@ -101,8 +100,7 @@ class LossPasses:
             finally:
                 parts.modes.train()
 
-        with partition.passing():
-            return try_loss(parts.task, self.called, batch, partition.hint, None if self.meets else again)
+        return try_loss(parts.task, self.called, batch, parts.partition.hint, None if self.meets else again)
 
 
 class UpdateStep:

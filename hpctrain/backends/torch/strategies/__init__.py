@@ -1,7 +1,7 @@
 """How a model, its gradients and its optimizer are partitioned over ranks, one module for each strategy.
 
 ``strategy`` is the protocol, and replicates what no other strategy partitions; ``listed`` has them in
-order: ``tensor``, ``pipeline``, ``sharded_tables``, ``meta_init``, ``fsdp`` and ``zero1``. Each has a function
+order: ``tensor``, ``pipeline``, ``meta_init``, ``fsdp`` and ``zero1``. Each has a function
 ``planned``, which ``task.opening`` calls; those in ``hpctrain plan`` also ``estimate`` memory from an ``estimated``
 model.
 

@@ -3,7 +3,7 @@ group, which sends tensors from GPU to GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol, TypeAlias
 
@@ -17,9 +17,6 @@ from hpctrain.backends.torch.process_groups import ProcessGroup, have_own_gpus, 
 from hpctrain.comm.group import TIMEOUT_S, Group
 from hpctrain.reduce.shm_allreduce import ShmWindow, open_shm_window
 from hpctrain.train.clock import Waiting
-
-SWAP = 1
-"""Tag of messages in an all-to-all."""
 
 
 class Messages(Protocol):
@@ -55,16 +52,6 @@ class Exchange(Messages, Protocol):
 
     def gather(self, values: Tensor, what: str) -> list[Tensor]:
         """New tensors, one from each rank, all of the same shape. Collective."""
-
-    def swap(self, rows: Tensor, going: Sequence[int], coming: Sequence[int], what: str) -> Tensor:
-        """All-to-all: a new tensor of the rows that all ranks have for this one, in rank order. Collective.
-
-        Args:
-            rows: [sum of ``going``, ...], in order of the rank they go to.
-            going: number of rows for each rank.
-            coming: number of rows from each rank.
-            what: see Messages.
-        """
 
     def close(self) -> None:
         """Closes the exchange on this rank."""
@@ -108,18 +95,6 @@ class HostExchange:
         with self.waiting:
             everything = torch.from_numpy(self.group.gather(own, what))
         return [like(values, one) for one in everything]
-
-    def swap(self, rows: Tensor, going: Sequence[int], coming: Sequence[int], what: str) -> Tensor:
-        host = rows.detach().to("cpu")
-        found = host.new_empty((sum(coming), *host.shape[1:]))
-        parts, places = host.split(list(going)), found.split(list(coming))
-        own, size = self.group.rank, self.group.size
-        places[own].copy_(parts[own])
-        for distance in range(1, size):
-            self.post(parts[(own + distance) % size], (own + distance) % size, SWAP)
-        for distance in range(1, size):
-            self.expect(places[own - distance], (own - distance) % size, SWAP)(what)
-        return found.to(rows.device)
 
     def post(self, values: Tensor, rank: int, tag: int) -> None:
         self.under_way = [sent for sent in self.under_way if not sent()]
@@ -211,12 +186,6 @@ class TorchExchange:
         if own.numel():
             self._finish(lambda: self.ranks._allgather_base(everything.view(-1), own), what)
         return [like(values, one) for one in everything]
-
-    def swap(self, rows: Tensor, going: Sequence[int], coming: Sequence[int], what: str) -> Tensor:
-        own = rows.detach().contiguous()
-        found = own.new_empty((sum(coming), *own.shape[1:]))
-        self._finish(lambda: self.ranks.alltoall_base(found, own, list(coming), list(going)), what)
-        return found
 
     def post(self, values: Tensor, rank: int, tag: int) -> None:
         with self.peers.explained("take what was sent"):

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from hpctrain.backends.torch.strategies import (
     meta_init,
     sequence,
-    sharded_tables,
     strategy,
     tensor,
     zero1,
@@ -40,7 +39,6 @@ STRATEGIES = (
     # cut layers
     Listed(tensor.planned),
     Listed(sequence.planned),
-    Listed(sharded_tables.planned, Feature.SHARD_TABLES, sharded_tables.estimate),
     Listed(compiled.planned),
     Listed(recompute.planned),
     # assign layers

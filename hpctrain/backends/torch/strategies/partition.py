@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -117,11 +116,6 @@ class Partition:
         """Whether forward passes are collective."""
         return self.sync_group is not None or bool(self.slices)
 
-    @property
-    def complete(self) -> frozenset[int]:
-        """Ids of parameters whose gradients cover all ranks' samples as soon as a backward pass ends."""
-        return frozenset()
-
     def parameters(self, model: Module) -> list[tuple[str, Parameter]]:
         """This rank's parameters as plain tensors."""
         return [(name, self.held.get(name, one)) for name, one in model.named_parameters()]
@@ -171,13 +165,6 @@ class Partition:
     def leave(self) -> None:
         """Ends a forward pass."""
         self.tp_group.forget_inputs()
-
-    def passing(self) -> AbstractContextManager[None]:
-        """A context for the task's own code, which computes with the model."""
-        return nullcontext()
-
-    def finish(self, device: torch.device) -> None:
-        """Ends a backward pass."""
 
     def try_loss(self, loss: Tensor) -> None:
         """Raises UserError if a dry call's loss needs more of the model than this rank has. Collective."""

@@ -172,14 +172,11 @@ def replicate(opening: Opening, prepared: Prepared) -> Prepared:
         return prepared
     model, config, partition = opening.model, opening.config.reduce, prepared.partition
     sparse = sparse_parameters(model, opening.parts, config.sparse)
-    apart = [one for one in model.parameters() if id(one) in partition.complete]
     names, shares = opening.names(), opening.shares()
     slices = partition.slices
     slots = Slots({place: slices[name] for place, name in names.items() if name in slices})
     norm = needs_norm(opening, partition)
-    reducers = {
-        name: TorchReducers(share, config, share.those_of(sparse), apart, norm) for name, share in shares.items()
-    }
+    reducers = {name: TorchReducers(share, config, share.those_of(sparse), norm) for name, share in shares.items()}
     return dataclasses.replace(prepared, updates=Updates(shares, names, slots, reducers))
 
 

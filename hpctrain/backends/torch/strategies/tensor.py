@@ -7,11 +7,11 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Embedding, EmbeddingBag, Linear, Module, ModuleDict, ModuleList, Sequential
+from torch.nn import Embedding, Linear, Module, ModuleDict, ModuleList, Sequential
 from torch.nn.functional import linear
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -31,11 +31,8 @@ from hpctrain.tasks.definition import LayerCut
 from hpctrain.train.clock import Neighbours
 from hpctrain.train.state import Tiling
 
-Kinds: TypeAlias = Mapping[str, tuple[type[Module], ...]]
-KINDS: Kinds = {"columns": (Linear,), "rows": (Linear,), "vocabulary": (Embedding,)}
-"""Types of layers that can be split by each word."""
-ALIKE = "split both along the same axis, such as vocabulary and columns(classes=True), or give each its own"
-"""The fix suggested for layers that share a parameter."""
+KINDS: Mapping[str, type[Module]] = {"columns": Linear, "rows": Linear, "vocabulary": Embedding}
+"""The type of layers that can be split by each word."""
 CONTAINERS = (ModuleList, ModuleDict, Sequential)
 """Modules of torch.nn that only call their layers; others may access weights directly."""
 
@@ -77,13 +74,12 @@ def layers_to_cut(model: Module, words: Mapping[str, Any], ranks: int) -> list[C
     return layers
 
 
-def named_layers(model: Module, words: Mapping[str, Any], kinds: Kinds = KINDS) -> list[CutLayer]:
+def named_layers(model: Module, words: Mapping[str, Any]) -> list[CutLayer]:
     """The layers that a task names, and how to split them.
 
     Args:
         model: the model.
         words: how to split layers, by patterns of their names.
-        kinds: types of layers that can be split.
 
     Raises:
         UserError: a pattern names no layer, or one that cannot be split this way.
@@ -99,9 +95,7 @@ def named_layers(model: Module, words: Mapping[str, Any], kinds: Kinds = KINDS) 
             raise UserError(what, "write hpctrain.columns, hpctrain.rows or hpctrain.vocabulary")
         found = [(name, layer) for name, layer in model.named_modules() if name and fnmatchcase(name, pattern)]
         if not found:
-            able = [
-                name for name, layer in model.named_modules() if any(type(layer) in each for each in kinds.values())
-            ]
+            able = [name for name, layer in model.named_modules() if type(layer) in KINDS.values()]
             raise UserError(
                 f"tensor= of the task: no layer of the model is called {pattern}",
                 f"its layers that can be split are: {', '.join(able[:20]) or 'none'}{' ...' if len(able) > 20 else ''}",
@@ -109,7 +103,7 @@ def named_layers(model: Module, words: Mapping[str, Any], kinds: Kinds = KINDS) 
         for name, layer in found:
             if name in layers and layers[name].word != word:
                 raise UserError(f"tensor= of the task names {name} twice, and splits it differently", "name it once")
-            require_able(name, layer, parents[name], word, kinds)
+            require_able(name, layer, parents[name], word)
             layers[name] = CutLayer(name, layer, word, drops)
     return list(layers.values())
 
@@ -138,7 +132,7 @@ def tilings(model: Module, words: Mapping[str, Any], plain: Callable[[str], str]
     return {plain(name): found[id(one)] for name, one in model.named_parameters() if id(one) in found}
 
 
-def require_able(name: str, layer: Module, parent: Module, word: LayerCut, kinds: Kinds) -> None:
+def require_able(name: str, layer: Module, parent: Module, word: LayerCut) -> None:
     """Raises UserError if a layer's type cannot be split this way."""
     closed = next((one for one in (parent, layer) if is_closed(one)), None)
     if closed is not None:
@@ -147,16 +141,16 @@ def require_able(name: str, layer: Module, parent: Module, word: LayerCut, kinds
             "calling it",
             "write the block with separate torch.nn.Linear layers",
         )
-    weight, allowed = layer._parameters.get("weight"), " or ".join(kind.__name__ for kind in kinds[word.kind])
-    if type(layer) not in kinds[word.kind] or weight is None:
+    allowed = KINDS[word.kind].__name__
+    if type(layer) is not KINDS[word.kind] or layer._parameters.get("weight") is None:
         raise UserError(
             f"tensor= of the task splits {name}, {kind_of(layer)}, by {word.kind}, which takes a plain "
             f"torch.nn.{allowed}",
             f"name the {allowed} layers in it, or leave it whole",
         )
-    if isinstance(layer, Embedding | EmbeddingBag) and (layer.max_norm is not None or layer.scale_grad_by_freq):
+    if isinstance(layer, Embedding) and (layer.max_norm is not None or layer.scale_grad_by_freq):
         raise UserError(
-            f"tensor= of the task splits {name}, an {type(layer).__name__} with max_norm or scale_grad_by_freq",
+            f"tensor= of the task splits {name}, an Embedding with max_norm or scale_grad_by_freq",
             "leave that option out, or the table whole",
         )
 
@@ -186,8 +180,8 @@ def require_divisible(name: str, layer: Module, word: LayerCut, ranks: int) -> N
         )
 
 
-def require_same_cut(model: Module, layers: Sequence[CutLayer], fix: str = ALIKE) -> None:
-    """Raises UserError, with this fix, if layers share a parameter but split it differently."""
+def require_same_cut(model: Module, layers: Sequence[CutLayer]) -> None:
+    """Raises UserError if layers share a parameter but split it differently."""
     cut_of = {(id(one.layer), name): (axis, one.word.parts) for one in layers for name, axis in one.axes().items()}
     users: dict[int, tuple[str, tuple[int, int] | None]] = {}
     for name, module in model.named_modules():
@@ -198,6 +192,9 @@ def require_same_cut(model: Module, layers: Sequence[CutLayer], fix: str = ALIKE
             other, first = users.setdefault(id(parameter), (name, cut))
             if cut != first:
                 names = f"{other or 'the model'} and {name}"
+                fix = (
+                    "split both along the same axis, such as vocabulary and columns(classes=True), or give each its own"
+                )
                 raise UserError(f"{names} share their {key}, and tensor= of the task splits it differently", fix)
 
 
@@ -220,34 +217,6 @@ def cut_model(
     Raises:
         UserError: an optimizer updates a part differently from the whole parameter.
     """
-    own = functools.partial(slices_of, tensor=tp_group.group, data=data)
-    slices, cut = keep_own(model, layers, optimizers, own)
-    for one in layers:
-        forward = {"columns": columns_forward, "rows": rows_forward, "vocabulary": vocabulary_forward}[one.word.kind]
-        one.layer.forward = functools.partial(forward, one, tp_group)
-    return Partition(tp_group, slices, cut)
-
-
-def keep_own(
-    model: Module,
-    layers: Sequence[CutLayer],
-    optimizers: Sequence[torch.optim.Optimizer],
-    slices_for: Callable[[tuple[int, ...], int, int], Slices],
-) -> tuple[dict[str, Slices], frozenset[int]]:
-    """Leaves this rank its part of each split parameter and of optimizer state, in place.
-
-    Args:
-        model: whole.
-        layers: the layers to split.
-        optimizers: optimizers of its parameters.
-        slices_for: returns this rank's part, given a parameter's shape, axis and number of parts.
-
-    Returns:
-        This rank's parts by parameter name, and the ids of the split parameters.
-
-    Raises:
-        UserError: an optimizer updates a part differently from the whole parameter.
-    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     slices: dict[str, Slices] = {}
     cut: set[int] = set()
@@ -257,7 +226,7 @@ def keep_own(
             assert parameter is not None, "axes names those that are there"
             if id(parameter) not in cut:
                 cut.add(id(parameter))
-                own = slices_for(tuple(parameter.shape), axis, one.word.parts)
+                own = slices_of(tuple(parameter.shape), axis, one.word.parts, tp_group.group, data)
                 slices[names[id(parameter)]] = own
                 for optimizer in optimizers:
                     require_elementwise(optimizer, parameter, names[id(parameter)])
@@ -266,7 +235,10 @@ def keep_own(
                     slots.update((k, own.of(v)) for k, v in whole.items() if v.shape == parameter.shape)
                 parameter.data = own.of(parameter.data)
                 parameter.grad = None
-    return slices, frozenset(cut)
+    for one in layers:
+        forward = {"columns": columns_forward, "rows": rows_forward, "vocabulary": vocabulary_forward}[one.word.kind]
+        one.layer.forward = functools.partial(forward, one, tp_group)
+    return Partition(tp_group, slices, frozenset(cut))
 
 
 def slices_of(shape: tuple[int, ...], axis: int, parts: int, tensor: Group, data: Group) -> Slices:

@@ -89,9 +89,9 @@ def test_gradients_take_the_memory_of_activations() -> None:
 
 def test_a_shard_leaves_what_was_estimated() -> None:
     """With the micro-batch and the part of the checkpoint that any plan has."""
-    model = dataclasses.replace(WHOLE, shards={"tables": dataclasses.replace(HALF, averages=7, activations=3.5)})
+    model = dataclasses.replace(WHOLE, shards={"optimizer": dataclasses.replace(HALF, averages=7, activations=3.5)})
     whole, rows = footprints({1: model}, 4, {1: 2}, 1000)
-    assert rows.plan == ParallelLayout(1, 4, "tables")
+    assert rows.plan == ParallelLayout(1, 4, "optimizer")
     assert (rows.parameters, rows.gradients, rows.optimizer, rows.averages) == (60, 60, 120, 7)
     assert (rows.activations, rows.staging, rows.program) == (whole.activations, whole.staging, 1000)
 
@@ -282,40 +282,6 @@ def test_a_strange_number_of_ranks_is_refused(ranks: str, capsys: pytest.Capture
     assert main(["plan", "run.yaml", "-n", ranks]) == 64
     said = capsys.readouterr().err
     assert f"-n is {ranks}" in said and "from 1 to 100000" in said
-
-
-def planned(folder: Path, capsys: pytest.CaptureFixture[str], task: str, *words: str, code: int = 0) -> Any:
-    """What JSON says of a recommender on 4 ranks."""
-    keys = ("--train.steps", "3", "--train.global_batch", "16", "--train.ema_decay", "0.9", *words)
-    (folder / "run.yaml").write_text(f"name: a\ntask: tests.tasks.table_tasks:{task}\n")
-    assert main(["plan", str(folder / "run.yaml"), "-n", "4", "--json", *keys]) == code
-    return json.loads(capsys.readouterr().out)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("given", ["none", "tables"])
-def test_tables_that_are_shared_out_leave_a_rank_its_rows(
-    given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of 23, 10, 3 and 9 rows of 4 float64 the first rank has 6, 3, 1 and 3; what is on disk is the same."""
-    plans = planned(tmp_path, capsys, "recommender", "--parallel.shard", given)["plans"]
-    whole, rows = [next(one for one in plans if one["plan"]["shard"] == shard) for shard in ("none", "tables")]
-    gone = (23 + 10 + 3 + 9 - 6 - 3 - 1 - 3) * 4 * 8
-    wanted = {"parameters": gone, "gradients": gone, "optimizer": 2 * gone, "averages": gone}
-    assert {name: whole[name] - rows[name] for name in wanted} == wanted
-    assert all(rows[name] == whole[name] for name in ("activations", "staging", "checkpoint"))
-    assert len([one for one in plans if one["plan"]["shard"] == "tables"]) == 1
-
-
-@pytest.mark.slow
-def test_tables_that_cannot_be_shared_out_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And of a task that marks none only if it is to share some out."""
-    adafactor = planned(tmp_path, capsys, "recommender", "--task_args.optimizer", "adafactor")
-    assert "Adafactor does not update each element of" in adafactor["not_possible"]["tables"]
-    assert {one["plan"]["shard"] for one in adafactor["plans"]} == {"none", "optimizer"}
-    assert "tables" not in planned(tmp_path, capsys, "unmarked")["not_possible"]
-    asked = planned(tmp_path, capsys, "unmarked", "--parallel.shard", "tables", code=64)
-    assert "marks no table by hpctrain.vocabulary" in asked["not_possible"]["tables"]
 
 
 def test_no_memory_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
