@@ -36,7 +36,7 @@ COMMANDS = {
     "evaluate": Command("hpctrain.commands.train", "compute loss and metrics of a checkpoint over the validation data"),
     "predict": Command("hpctrain.commands.train", "write outputs of a checkpoint over a data set to HDF5"),
     "plan": Command("hpctrain.commands.plan", "estimate the memory per rank under each parallel plan"),
-    "render": Command("hpctrain.commands.jobs", "print the job script, or the Kubernetes objects, of a run"),
+    "render": Command("hpctrain.commands.jobs", "print the job script of a run"),
     "submit": Command("hpctrain.commands.jobs", "submit a run to Slurm or another scheduler"),
     "status": Command("hpctrain.commands.jobs", "show the state of a run: queue, attempt, step, rate"),
     "logs": Command("hpctrain.commands.jobs", "show logs of a run's ranks and attempts"),

@@ -80,15 +80,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def render(args: argparse.Namespace) -> int:
-    """Prints the script or the Kubernetes objects; needs no scheduler."""
+    """Prints the script; needs no scheduler."""
     args.overrides = with_program(args, args.target)
     config, folder = resolve_run.configured(args.target, args.overrides)
     options = SubmitOptions(portable=True) if args.portable else SubmitOptions(elements_of(args), args.at_once)
     has = schedulers.of(config)
     unread_keys.tell(config.launch, has.name)
     planned = has.plan(config, folder, options)
-    script = planned.secret or planned.script
-    answer(args.json, {"script": script}, [script.rstrip("\n")])
+    answer(args.json, {"script": planned.script}, [planned.script.rstrip("\n")])
     return ExitCode.DONE
 
 
@@ -281,10 +280,6 @@ def logs(args: argparse.Namespace) -> int:
         error = run_logs.first_error(run, found)
         said = {"file": str(error[0].path), "rank": error[0].rank, "text": error[1]} if error else {}
         answer(args.json, said, [f"==> {error[0].path} <==", error[1]] if error else ["no error in these logs"])
-        return ExitCode.DONE
-    past = [] if found or args.rank else run_status.jobs_of(run)
-    if past and (own := schedulers.of_run(run).log(run, past[-1])):
-        answer(args.json, [{"job": past[-1], "text": own}], [own])
         return ExitCode.DONE
     if not found:
         there = ", ".join(dict.fromkeys(log.rank for log in run_logs.find(run)))

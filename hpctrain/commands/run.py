@@ -108,8 +108,8 @@ def start(asked: RunRequest) -> tuple[RunVerdict, list[str]]:
         unread_keys.tell(launch, engine)
     if launch.engine == "runners":
         return runners.run(asked), number
-    if launch.engine in ("kubernetes", "slurm"):
-        raise UserError(f"launch.engine is {launch.engine}: its jobs run it", "hpctrain submit starts one")
+    if launch.engine == "slurm":
+        raise UserError("launch.engine is slurm: its jobs run it", "hpctrain submit starts one")
     launch = batch_systems.on_hosts_of_the_job(launch, os.environ)
     asked = dataclasses.replace(asked, config=dataclasses.replace(asked.config, launch=launch))
     here = 1 if launch.hosts else job.ranks_here()

@@ -1,9 +1,9 @@
-"""Keys of how ranks are started: on this machine, by schedulers, on Kubernetes."""
+"""Keys of how ranks are started: on this machine, by schedulers."""
 
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Any, Literal
+from typing import Literal
 
 from hpctrain.config.section import AboveZero, Natural, Positive, Section, WrongValue
 from hpctrain.errors import UserError
@@ -80,44 +80,7 @@ class SlurmConfig(Section, key="launch.slurm"):
     """Lines that replace directives, by name: {--gres: --gres=gpu:v100:4}."""
 
 
-class KubernetesConfig(Section, key="launch.kubernetes"):
-    """The pods of a run on Kubernetes, one on each of launch.nodes."""
-
-    kind: Literal["Job", "TrainJob"] = "Job"
-    """What creates the pods: an Indexed Job, or a TrainJob of Kubeflow Trainer 2."""
-    image: str | None = None
-    """Image with hpctrain, its ``runners`` extra and the task."""
-    namespace: str | None = None
-    """Namespace; by default that of kubectl's context."""
-    volumes: dict[str, str] = field(default_factory=dict)
-    """Persistent volume claims that all pods mount, by mount path; the run folder is on the first one."""
-    user: Natural = 1000
-    """User and group that the pods run as; not 0, unless the namespace allows it."""
-    cpus: str | None = None
-    """Cores of a pod, as Kubernetes writes it: 8, 500m; by default one per thread of its ranks."""
-    memory: str | None = None
-    """Memory of a pod: 32Gi. Shared memory counts in it."""
-    gpus: Natural = 0
-    """GPUs of a pod."""
-    gpu_resource: str = "nvidia.com/gpu"
-    """Resource name of the cluster's GPUs."""
-    shared_memory: str = "8Gi"
-    """Size of /dev/shm."""
-    scratch: str | None = None
-    """Size of a node-local folder at /scratch, initially empty; TMPDIR is in it."""
-    queue: str | None = None
-    """Kueue's local queue."""
-    grace_s: Positive = 300
-    """Grace period of pods: enough for a step and a save, and at least 15 s longer than stop_grace_s."""
-    restarts: Natural = 20
-    """Failed pods after which the run ends. Evicted ones do not count."""
-    port: Positive = 7777
-    """Port of pod 0 that the others connect to."""
-    pod: dict[str, Any] = field(default_factory=dict)
-    """Further fields of a pod's spec, as Kubernetes names them: {nodeSelector: {...}, tolerations: [...]}."""
-
-
-Engine = Literal["local", "hosts", "slurm", "pbs", "lsf", "gridengine", "flux", "kubernetes", "runners"]
+Engine = Literal["local", "hosts", "slurm", "pbs", "lsf", "gridengine", "flux", "runners"]
 
 
 class LaunchConfig(Section, key="launch"):
@@ -174,8 +137,6 @@ class LaunchConfig(Section, key="launch"):
     """More directives of the job script under pbs, lsf, gridengine and flux, as written there: '-pe mpi 8'."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     """What the job asks of Slurm."""
-    kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
-    """What the job asks of Kubernetes."""
 
     def failures_allowed(self, in_job: bool) -> int:
         """``max_failures``, or its default: outside a job, a plain command may not be meant to run twice."""

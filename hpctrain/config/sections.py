@@ -16,7 +16,7 @@ from typing import Annotated, Any, get_type_hints
 from hpctrain.config.combinations import refuse
 from hpctrain.config.exchange_keys import SHARDS, ParallelConfig, ReduceConfig, SyncConfig
 from hpctrain.config.features import Feature, stated_by, used
-from hpctrain.config.launch_keys import Engine, KubernetesConfig, LaunchConfig, SlurmConfig
+from hpctrain.config.launch_keys import Engine, LaunchConfig, SlurmConfig
 from hpctrain.config.section import Decisive, NotNegative, Range, Section, WrongValue, is_given
 from hpctrain.config.storage_keys import (
     CheckpointConfig,
@@ -52,7 +52,6 @@ __all__ = (
     "Decisive",
     "EarlyStopConfig",
     "Engine",
-    "KubernetesConfig",
     "LaunchConfig",
     "MonitorConfig",
     "NotNegative",

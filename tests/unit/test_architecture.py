@@ -238,8 +238,8 @@ def test_a_room_keeps_its_budget_of_tokens(room: str) -> None:
 
 
 ENGINES = {
-    **dict.fromkeys(("batch_systems", "batch_jobs", "runners", "kubernetes"), 1300),
-    **dict.fromkeys(("hosts", "kubernetes_manifest"), 1900),
+    **dict.fromkeys(("batch_systems", "batch_jobs", "runners"), 1300),
+    "hosts": 1900,
 }
 """Most tokens of each engine but Slurm, which is one file or folder of ``launch/engines``."""
 SHARED = ("jobs", "scheduler", "schedulers", "unread", "run_encoded")

@@ -5,6 +5,6 @@ the remote shell. ``runners`` uses nodes that have connected to the supervisor. 
 engine ignores.
 
 Commands submit jobs through ``schedulers``, which implement the protocol in ``scheduler``: Slurm in ``slurm/``,
-Kubernetes in ``kubernetes`` with ``kubernetes_manifest``, others in ``batch_jobs``. ``jobs`` records what was submitted
-for a run; ``status`` reports the state of runs and their jobs.
+others in ``batch_jobs``. ``jobs`` records what was submitted for a run; ``status`` reports the state of runs and their
+jobs.
 """

@@ -1,4 +1,4 @@
-"""What was submitted for a run, with any scheduler: the script or manifest in its folder, and the record jobs.jsonl."""
+"""What was submitted for a run, with any scheduler: the script in its folder, and the record jobs.jsonl."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REFUSAL = "refused.txt"
 """In the run folder: why the scheduler refused the last submission, and a line with the fix."""
 JOB = re.compile(r"\d+(_\d+)?", re.ASCII)
 """Number of a Slurm job or array element."""
-OTHER_JOB = re.compile(r"[A-Za-z0-9\u0192][A-Za-z0-9._/\[\]-]{0,200}")
+OTHER_JOB = re.compile(r"[A-Za-z0-9\u0192][A-Za-z0-9._\[\]-]{0,200}")
 """Job of another scheduler: a word that cannot be taken for an option."""
 
 
@@ -71,10 +71,6 @@ class Plan:
     """Runs of an array; each has its own folder below the array's."""
     name: str = SCRIPT
     """Name of the script's file."""
-    secret: str = ""
-    """Text to submit in place of the script: it contains keys, which must not be written to a file."""
-    job: str = ""
-    """Name of the job, if known before it is submitted."""
     options: SubmitOptions = NO_OPTIONS
     """The options of the command, for schedulers that support them."""
 

@@ -1,4 +1,4 @@
-"""The interface between commands and schedulers, implemented for Slurm, batch systems and Kubernetes."""
+"""The interface between commands and schedulers, implemented for Slurm and batch systems."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Scheduler(Protocol):
     """Whether ending a job first asks its ranks to save a checkpoint."""
 
     def plan(self, config: Config, run: RunDir, options: SubmitOptions) -> Plan:
-        """Returns the script or manifest of a run; writes nothing.
+        """Returns the script of a run; writes nothing.
 
         Raises:
             UserError: an option or value that the scheduler does not support.
@@ -78,10 +78,6 @@ class Scheduler(Protocol):
         Raises:
             RunFailed: not all could be ended; the message names those that were.
         """
-
-    def log(self, run: RunDir, job: str) -> str:
-        """Returns the job's log if it is not in the run folder, else an empty text."""
-        return ""
 
 
 def alive(scheduler: Scheduler, run: RunDir, recorded_only: bool = False) -> list[QueueEntry]:

@@ -10,12 +10,11 @@ from hpctrain.errors import RunFailed, UserError
 from hpctrain.launch.engines import scheduler
 from hpctrain.launch.engines.batch_jobs import BATCH
 from hpctrain.launch.engines.jobs import submissions
-from hpctrain.launch.engines.kubernetes import KUBERNETES
 from hpctrain.launch.engines.slurm.submission import SLURM
 from hpctrain.run.folder import RunDir
 from hpctrain.run.run_status import QueueEntry
 
-SCHEDULERS: Mapping[str, scheduler.Scheduler] = {"slurm": SLURM, "kubernetes": KUBERNETES, **BATCH}
+SCHEDULERS: Mapping[str, scheduler.Scheduler] = {"slurm": SLURM, **BATCH}
 
 
 def of(config: Config) -> scheduler.Scheduler:

@@ -15,7 +15,7 @@ READERS = {
     "hosts": ("hosts",),
     "remote_shell": ("hosts",),
     "ticket": ("runners",),
-    "node_wait_s": ("runners", "kubernetes"),
+    "node_wait_s": ("runners",),
     "launcher": ("slurm",),
     "modules": BATCH,
     "setup": BATCH,
@@ -24,10 +24,8 @@ READERS = {
     "preflight": ("slurm",),
     "directives": tuple(SYSTEMS),
     "slurm": ("slurm",),
-    "kubernetes": ("kubernetes", "runners"),
 }
-"""Engines that read a key or section; keys that all engines read are not listed. ``hosts`` stands for ``launch.hosts``.
-``runners`` reads ``kubernetes`` too: a pod runs the same run file with it."""
+"""Engines that read a key or section, unless all read it. ``hosts`` stands for ``launch.hosts``."""
 
 
 def tell(launch: LaunchConfig, engine: str) -> None:

@@ -37,7 +37,6 @@ COMMANDS = (
     "sacct",
     "scontrol",
     "scancel",
-    "kubectl",
 )
 FAKE = """#!/bin/sh
 echo "$(basename $0) $*" >> {folder}/asked
@@ -126,7 +125,7 @@ def test_schedulers_are_asked_about_their_own_jobs_alone(engine: str) -> None:
     run = RunDir(Path("runs/r").absolute())
     run.create()
     run.run_yaml.write_bytes(Path("run.yaml").read_bytes())
-    for number, other in enumerate(["slurm", *SYSTEMS, "kubernetes", engine, "another"]):
+    for number, other in enumerate(["slurm", *SYSTEMS, engine, "another"]):
         job = "123" if other == engine else f"4711{number}"
         record(run, Submitted(job, 0.0, str(run.path), engine=other))
     Path("queue").write_text(SAID[engine][1].format(SAID[engine][3]).replace("\u01922gH7", "123") + "\n")
@@ -232,4 +231,4 @@ def test_an_engine_that_does_not_fit_is_named(
 
 
 def test_schedulers_are_those_of_engines_with_a_queue() -> None:
-    assert set(schedulers.SCHEDULERS) == {"slurm", "kubernetes", *SYSTEMS}
+    assert set(schedulers.SCHEDULERS) == {"slurm", *SYSTEMS}

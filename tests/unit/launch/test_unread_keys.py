@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.cli import main
-from hpctrain.config.sections import KubernetesConfig, LaunchConfig, SlurmConfig
+from hpctrain.config.sections import LaunchConfig, SlurmConfig
 from hpctrain.errors import UserError
 from hpctrain.launch.engines.batch_systems import SYSTEMS
 from hpctrain.launch.engines.unread_keys import READERS, unread
@@ -33,18 +33,16 @@ OTHER = LaunchConfig(
     stop_grace_s=5.0,
     directives=("-x",),
     slurm=SlurmConfig(partition="p", gpus_per_node=2),
-    kubernetes=KubernetesConfig(image="train"),
 )
 OF_SLURM = {"launcher", "stage_in", "stage_environment", "preflight", "slurm.partition"}
 OF_SCRIPTS = {"modules", "setup", "directives"}
-GPUS, PODS, DIALLED = {"slurm.gpus_per_node"}, {"kubernetes.image"}, {"ticket", "node_wait_s"}
+GPUS, DIALLED = {"slurm.gpus_per_node"}, {"ticket", "node_wait_s"}
 UNREAD = {
-    "slurm": {"directives", "remote_shell"} | DIALLED | PODS,
-    **dict.fromkeys(SYSTEMS, OF_SLURM | GPUS | DIALLED | PODS | {"remote_shell"}),
-    "local": OF_SLURM | OF_SCRIPTS | GPUS | DIALLED | PODS | {"remote_shell"},
-    "hosts": OF_SLURM | OF_SCRIPTS | GPUS | DIALLED | PODS,
+    "slurm": {"directives", "remote_shell"} | DIALLED,
+    **dict.fromkeys(SYSTEMS, OF_SLURM | GPUS | DIALLED | {"remote_shell"}),
+    "local": OF_SLURM | OF_SCRIPTS | GPUS | DIALLED | {"remote_shell"},
+    "hosts": OF_SLURM | OF_SCRIPTS | GPUS | DIALLED,
     "runners": OF_SLURM | OF_SCRIPTS | GPUS | {"remote_shell"},
-    "kubernetes": OF_SLURM | OF_SCRIPTS | GPUS | {"remote_shell", "ticket"},
 }
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import yaml
 
 from hpctrain.config.sections import Config, LaunchConfig
 from hpctrain.errors import UserError
@@ -101,7 +100,7 @@ def _rendered(launch: LaunchConfig, directives: Sequence[Directive], **about: An
 
 @functools.cache
 def templates() -> jinja2.Environment:
-    """Returns the environment with the templates of job scripts and manifests."""
+    """Returns the environment with the templates of job scripts."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FILES / "templates"),
         undefined=jinja2.StrictUndefined,
@@ -110,11 +109,5 @@ def templates() -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=False,  # shell, not HTML: every value goes through `word`
     )
-    environment.filters.update(word=shell_word, yaml=on_one_line)
+    environment.filters["word"] = shell_word
     return environment
-
-
-def on_one_line(value: object) -> str:
-    """Returns a value as YAML of one line, for a template of YAML."""
-    dumped = yaml.safe_dump([value], default_style='"', default_flow_style=True, sort_keys=False, width=math.inf)
-    return str(dumped).strip()[1:-1]
