@@ -50,7 +50,7 @@ COMMANDS = {
     "report": Command("hpctrain.commands.report", "make one HTML page with plots from a run folder"),
     "explain": Command("hpctrain.commands.report", "say why a run ended or is slow, and what to do"),
     "compare": Command("hpctrain.commands.report", "compare several runs side by side"),
-    "track": Command("hpctrain.commands.track", "send a run's events to trackers, register its model"),
+    "track": Command("hpctrain.commands.track", "send a run's events to trackers that missed some"),
     "ckpt": Command("hpctrain.commands.ckpt", "list, verify, inspect, compare and export checkpoints"),
     "data": Command("hpctrain.commands.data", "make and inspect HDF5 data sets"),
     "bench": Command("hpctrain.commands.bench", "measure steps, checkpoints, data and scaling on this machine"),

@@ -1,4 +1,4 @@
-"""``hpctrain track sync|register|card``: what is sent or written about a run after it has ended."""
+"""``hpctrain track sync``: what is sent about a run after it has ended."""
 
 from __future__ import annotations
 
@@ -12,29 +12,16 @@ from hpctrain.system import foreign_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the subcommands."""
+    """Adds the subcommand."""
     commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     sync = commands.add_parser("sync", help="send MLflow and Weights & Biases what they missed while they were down")
-    register = commands.add_parser("register", help="register a checkpoint's model in MLflow, with its provenance")
-    card = commands.add_parser("card", help="print a model card in Markdown")
-    for each in (sync, register, card):
-        each.add_argument("run", help="run folder or run file")
-    for each in (sync, register):
-        each.add_argument("--uri", help="tracking server or folder; by default the run file's track.mlflow")
-    for each in (register, card):
-        each.add_argument("--step", type=int, help="checkpoint; by default the newest intact one")
-    register.add_argument("--name", help="name in the model registry; by default the run's")
-    register.add_argument("--json", action="store_true", help="print JSON")
+    sync.add_argument("run", help="run folder or run file")
+    sync.add_argument("--uri", help="tracking server or folder; by default the run file's track.mlflow")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the subcommand; returns an exit code."""
-    refuse_credentials(getattr(args, "uri", None), "--uri")
-    return {"sync": sync, "register": register, "card": card}[args.action](args)
-
-
-def sync(args: argparse.Namespace) -> int:
     """Sends all events that have not been sent."""
+    refuse_credentials(args.uri, "--uri")
     from hpctrain.commands.report import find_run
     from hpctrain.config.sections import TrackConfig
     from hpctrain.track.follower import follow
@@ -56,24 +43,4 @@ def sync(args: argparse.Namespace) -> int:
             fix = "start the server, then try again"
             raise RunFailed(f"{title} at {uri} does not accept the metrics: {follower.problem}", fix)
         foreign_text.show(f"{title} run {follower.run_id} at {uri} is complete")
-    return ExitCode.DONE
-
-
-def register(args: argparse.Namespace) -> int:
-    """Registers the model of a checkpoint."""
-    from hpctrain.commands.report import find_run
-    from hpctrain.registry.register import register_model
-
-    registered = register_model(RunDir(find_run(args.run).path), args.step, args.uri, args.name)
-    plain = f"model {registered['name']} version {registered['version']}: {registered['uri']}"
-    foreign_text.answer(args.json, registered, [plain])
-    return ExitCode.DONE
-
-
-def card(args: argparse.Namespace) -> int:
-    """Prints a model card."""
-    from hpctrain.commands.report import find_run
-    from hpctrain.registry.register import model_card
-
-    foreign_text.show(model_card(find_run(args.run).history(), args.step), end="")
     return ExitCode.DONE

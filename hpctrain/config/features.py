@@ -74,7 +74,6 @@ class Feature(StrEnum):
     RANKS = "several ranks"
     RATE_HOOK = "a RateHook"
     RECOMPUTE = "train.recompute"
-    REGISTRY = "hpctrain track register"
     SAMPLER = "the task's sampler"
     SCHEDULE = "schedule in the run file"
     SEVERAL_MODELS = "several models"

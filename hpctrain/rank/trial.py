@@ -1,4 +1,4 @@
-"""Opens a task outside a run: to try it on one batch (``hpctrain doctor``), to load weights, or to estimate memory.
+"""Opens a task outside a run: to try it on one batch (``hpctrain doctor``), or to estimate memory.
 
 To estimate a rank's memory under a parallel plan, one process makes the model as that rank would and trains it for one
 step. Each strategy's module in ``backends/torch/strategies`` then adds what it needs.
@@ -9,14 +9,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
 from hpctrain.backends.torch.strategies.memory_estimate import MemoryEstimate
-from hpctrain.checkpoint.initial import load_initial
-from hpctrain.checkpoint.initial_match import WeightSource
 from hpctrain.comm.imagined import Imagined
 from hpctrain.comm.world import World, alone
 from hpctrain.config.combinations import clash
@@ -31,7 +28,6 @@ from hpctrain.system.user_errors import advised
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.clock import IntervalClock
 from hpctrain.train.evaluation import even_batches
-from hpctrain.train.framework import Framework
 
 if TYPE_CHECKING:
     from hpctrain.backends.torch.torch_framework import TorchFramework
@@ -83,20 +79,6 @@ def in_short(error: Exception) -> UserError:
     """Returns a UserError for an error in the task's own code; it names the line."""
     what, _ = message(error)
     return UserError(what, advised("correct the task", what))
-
-
-def with_weights(config: Config, weights: str) -> tuple[Framework, Problem]:
-    """Opens the task of a run file and loads weights from a safetensors file; returns the framework and the problem."""
-    where, _, function = config.task.rpartition(":")
-    task = config.task
-    if where.endswith(".py") and not Path(where).is_file():  # it was copied along with the model, onto sys.path
-        task = f"{Path(where).stem}:{function}"
-    train = dataclasses.replace(config.train, ema_decay=None, compile=False)
-    plain = dataclasses.replace(config, task=task, train=train)
-    problem = make_problem(plain, alone())
-    framework = wiring.make_framework(plain, alone(), problem.task, IntervalClock())
-    load_initial(WeightSource(weights), framework)
-    return framework, problem
 
 
 ESTIMATED_SAMPLES = 8

@@ -8,12 +8,11 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 
@@ -229,69 +228,3 @@ def sent(run: Path) -> int:
         return int(json.loads((run / "mlflow.json").read_bytes())["offset"])
     except (OSError, ValueError):
         return 0
-
-
-@contextmanager
-def served(
-    model: str, registry: Path, environment: dict[str, str], port: int
-) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
-    """Serve a registered model with stock MLflow; yields a function from inputs to outputs."""
-    command = [sys.executable, "-m", "mlflow", "models", "serve", "-m", model, "--env-manager", "local"]
-    environment = {**environment, "MLFLOW_TRACKING_URI": f"sqlite:///{registry}/mlflow.db"}
-    with open(registry / "serve.log", "wb") as log:
-        server = subprocess.Popen(
-            [*command, "--port", str(port)], env=environment, stdout=log, stderr=log, start_new_session=True
-        )
-
-    def ask(inputs: dict[str, Any]) -> dict[str, Any]:
-        body = json.dumps({"inputs": inputs}).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{port}/invocations", body, {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
-            return dict(json.load(answer)["predictions"])
-
-    try:
-        wait_for("the model's server", lambda: healthy(port, "ping"))
-        yield ask
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-
-
-@pytest.mark.slow
-def test_a_registered_model_predicts_with_stock_mlflow_as_it_does_here(tmp_path: Path, port: int) -> None:
-    data = table(tmp_path)
-    run_file = write_run(
-        tmp_path, task=SLOW, task_args={"step_s": 0, "data": str(data)}, train={"steps": 40, "global_batch": 16}
-    )
-    hpctrain("train", run_file, cwd=tmp_path, warm="torch")
-    hpctrain("predict", run_file, "-o", tmp_path / "own.h5", cwd=tmp_path, warm="torch")
-    answer = hpctrain(
-        "track", "register", tmp_path / "runs/run", "--uri", tmp_path / "registry", "--json", cwd=tmp_path
-    )
-    registered = json.loads(answer.stdout.splitlines()[-1])
-    program = (
-        "import json, pathlib, h5py, mlflow, numpy as np\n"
-        f"mlflow.set_tracking_uri('sqlite:///{tmp_path}/registry/mlflow.db')\n"
-        f"model = mlflow.pyfunc.load_model('models:/{registered['name']}/{registered['version']}')\n"
-        "x = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)\n"
-        f"own = h5py.File('{tmp_path}/own.h5')['output'][...]\n"
-        "np.testing.assert_array_equal(model.predict({'x': x})['output'], own)\n"
-        "about = model.metadata.metadata\n"
-        f"assert (about['step'], about['data_sources'][0]['address']) == (40, '{data}')\n"
-        f"(path,) = pathlib.Path('{tmp_path}/registry').rglob('run.json')\n"
-        "assert json.loads(path.read_text())['data']['fingerprint'] == about['data']\n"
-    )
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    environment = mpi.rank_environment({"PYTHONPATH": str(PROJECT)})
-    result = mpi.run_in_group([sys.executable, "-c", program], environment, elsewhere, 120)
-    assert result.returncode == 0, result.output
-    with served(
-        f"models:/{registered['name']}/{registered['version']}", tmp_path / "registry", environment, port
-    ) as ask:
-        x = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
-        with h5py.File(tmp_path / "own.h5") as own:
-            # The answer is decimal text.
-            np.testing.assert_allclose(ask({"x": x.tolist()})["output"], own["output"][...], rtol=1e-6)

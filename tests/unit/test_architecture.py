@@ -39,14 +39,13 @@ ROOMS: dict[str, str] = {
     "rank": "errors system config comm run data reduce train tasks backends checkpoint monitor track",
     "programs": "errors system config comm run backends monitor",
     "callbacks": "errors programs",
-    "registry": "errors config run data checkpoint track rank report",
     "launch": "errors system config comm run",
     "report": "errors run system",
     "watch": "errors system run launch",
     "doctor": "errors system config comm run reduce backends track launch",
     "horovod_wheel": "errors system",
     "bench": "errors system config comm run data reduce train tasks backends checkpoint launch report",
-    "commands": "errors system config comm run data train tasks backends checkpoint track rank registry "
+    "commands": "errors system config comm run data train tasks backends checkpoint track rank "
     "launch report watch doctor bench horovod_wheel",
     "cli": "errors system commands",
     "__main__": "system cli",
@@ -71,7 +70,6 @@ TOKENS: dict[str, int] = {
     "track": 6576,
     "rank": 15641,
     "programs": 4748,
-    "registry": 1497,
     "launch": 52834,
     "report": 12947,
     "callbacks": 897,
@@ -422,7 +420,7 @@ def test_rooms_get_their_section_of_the_run_file() -> None:
 
 
 READERS = (
-    *("config/loading", "run/", "report/", "watch/", "track/", "registry/", "launch/postmortem"),
+    *("config/loading", "run/", "report/", "watch/", "track/", "launch/postmortem"),
     *(f"launch/engines/{name}" for name in ("status", "jobs", "slurm/profile")),
     *("commands/jobs", "commands/report", "commands/track"),
 )

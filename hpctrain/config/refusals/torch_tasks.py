@@ -38,10 +38,6 @@ ROWS: Rows = {
         "ctx.gather: with train.accumulate: {1} a loss over the global batch would cover only a part of it{2}",
         "set train.accumulate: 1",
     ),
-    (Feature.SEVERAL_MODELS, Feature.REGISTRY): (
-        "the task has several models ({0}), but only one can be registered",
-        "export their weights with hpctrain ckpt export",
-    ),
     # models and optimizers
     (Feature.MAX_NORM, Feature.RANKS): (
         "{0} is an embedding with max_norm, which changes rows in the forward pass: each of the {1} ranks would change "

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,13 @@ import torch
 from hpctrain.backends.torch.task import opening
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World, alone
-from hpctrain.config.combinations import Refused, clash
+from hpctrain.config.combinations import clash
 from hpctrain.config.features import Feature
 from hpctrain.config.loading import load
 from hpctrain.errors import UserError
 from hpctrain.rank.fit import fit
 from hpctrain.rank.problem import make_problem, task_features
 from hpctrain.rank.wiring import make_framework
-from hpctrain.registry.register import register_model
-from hpctrain.run.folder import RunDir
 from hpctrain.train.clock import IntervalClock
 from tests.tasks import combined_keras_tasks, combined_tasks
 
@@ -128,15 +125,7 @@ def run(uses: set[Feature], folder: Path) -> dict[str, float]:
         make_framework(config, two, make_problem(config, two).task, IntervalClock())
     compiles = uses & {Feature.COMPILE, Feature.COMPILED_MODEL} and not uses & KERAS_ONLY
     with torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext():  # minutes, else
-        metrics = fit(config).metrics
-    if Feature.REGISTRY in uses:
-        before = dict(os.environ)
-        try:
-            register_model(RunDir.of(config.name, config.run_dir), None, str(folder / "mlflow"), None)
-        finally:  # MLflow leaves variables there
-            os.environ.clear()
-            os.environ.update(before)
-    return dict(metrics)
+        return dict(fit(config).metrics)
 
 
 BY_A_TASK = """
@@ -198,12 +187,6 @@ def test_each_place_refuses(names: str, tmp_path: Path) -> None:
     row = clash(dict.fromkeys(uses, True))
     assert row is not None and refused.value.fix == row.fix
     assert re.search(re.sub(r"\\\{\d(!r)?\\\}", ".+", re.escape(row.what)) + "$", refused.value.what)
-
-
-@pytest.mark.slow
-def test_the_registry_refuses_several_models(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match=r"the task has several models \(one, other\), but only one can be registered"):
-        run(features_of("SEVERAL_MODELS REGISTRY"), tmp_path)
 
 
 TRAINED = {
