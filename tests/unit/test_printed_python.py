@@ -21,7 +21,6 @@ ELSEWHERE = {
     "docs/own-steps.md": "tests/unit/rank/test_own_steps_page.py",
     "docs/parallel.md": "tests/unit/backends/torch/test_tensor.py",
     "docs/tensor.md": "tests/unit/backends/torch/test_tensor.py",
-    "docs/sharding.md": "tests/unit/backends/torch/test_sharded_tables.py",
 }
 """Tests that train with all blocks of a page."""
 NOT_RUN = {
