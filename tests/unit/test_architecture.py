@@ -64,7 +64,7 @@ TOKENS: dict[str, int] = {
     "reduce": 11965,
     "train": 14467,
     "tasks": 7308,
-    "backends": 121274,
+    "backends": 121912,
     "checkpoint": 49361,
     "monitor": 32635,
     "track": 6576,
