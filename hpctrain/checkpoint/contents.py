@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.checkpoint.export import MODEL
 from hpctrain.checkpoint.format.durable_files import crc32
 from hpctrain.checkpoint.format.layout import ITEM_TYPES
+from hpctrain.checkpoint.frozen import FROZEN, FrozenRecord, LeftOut, is_common
 from hpctrain.checkpoint.object_state import OBJECTS, require_equal, state_of
 from hpctrain.checkpoint.resume_compat import config_hash
 from hpctrain.comm.group import Group
@@ -44,6 +44,8 @@ class Contents:
         self.group, self.objects, self.identity = group, objects, identity
         self.constant: dict[str, Any] = {}
         """Meta that is the same in all checkpoints of this attempt."""
+        self.left_out: LeftOut | None = None
+        """Frozen weights that stay in their source."""
         self.steps_seen = 0
 
     def begin(self, training: Training) -> None:
@@ -56,9 +58,15 @@ class Contents:
             "other_names": dict(training.framework.facts.other_names),
         }
 
+    def leave_out(self, record: FrozenRecord, training: Training) -> None:
+        """Leave weights in their source, whose values the model has now."""
+        framework = training.framework
+        self.left_out = LeftOut(record, framework.state(), framework.host.synchronize)
+
     def tensors(self, training: Training) -> list[StateTensor]:
         """All tensors to save. Objects' rank-local state, equal on all pipeline stages, comes from the first."""
-        return self._tensors_and_placements(training)[0]
+        tensors, _ = self._tensors_and_placements(training)
+        return self.left_out.without(tensors) if self.left_out else tensors
 
     def now(self, training: Training, is_best: bool) -> tuple[list[StateTensor], dict[str, Any]]:
         """The tensors and meta to save at this step. Collective."""
@@ -72,6 +80,10 @@ class Contents:
             "trained": trained_alone(tensors, training.world.pipeline),
             **self.constant,
         }
+        if self.left_out:
+            self.left_out.update(tensors, self.group.allgather)
+            tensors = self.left_out.without(tensors)
+            meta[FROZEN] = self.left_out.record.to_json()
         return tensors, meta
 
     def undeclared(self, training: Training) -> str | None:
@@ -97,8 +109,7 @@ class Contents:
 
 def trained_alone(tensors: Iterable[StateTensor], stages: Group | None = None) -> list[str] | None:
     """Names of the trained weights if others are frozen, as with an adapter; None if all are trained. Collective."""
-    equal = (Placement.REPLICATED, Placement.CUT)
-    own = {it.name: it.is_trained for it in tensors if it.name.startswith(MODEL) and it.placement in equal}
+    own = {it.name: it.is_trained for it in tensors if is_common(it.name, it.placement)}
     everywhere = (stages or Group("alone")).allgather(own, "name the weights that are trained")
     weights = {name: is_trained for each in everywhere for name, is_trained in each.items()}
     return None if all(weights.values()) else [name for name, is_trained in weights.items() if is_trained]

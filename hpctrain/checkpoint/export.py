@@ -18,13 +18,12 @@ from hpctrain.checkpoint.format.strict_json import to_json
 from hpctrain.checkpoint.initial_match import renamed
 from hpctrain.checkpoint.lora import TRAINED_WHOLE, Weights, merge_lora, under_names
 from hpctrain.checkpoint.reading import Loaded
+from hpctrain.checkpoint.weight_files import INDEX, MODEL
 from hpctrain.errors import UserError, file_errors
 from hpctrain.system.files import replace_whole
 from hpctrain.train.saved_arrays import SavedArrays
 from hpctrain.train.tree import put_together
 
-MODEL = "model/"
-"""Prefix of the model's parameters and buffers in a checkpoint."""
 AVERAGE = "ema/"
 """Prefix of moving averages of parameters."""
 EXTRA = "held/model/extra/"
@@ -100,8 +99,6 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".
 """Suffixes of files with weights, or with an index of weights."""
 ADAPTER = re.compile(r"(\.lora_\w+)\.[^.]+(\.weight)$")
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
-INDEX = "model.safetensors.index.json"
-"""Says in which file of a Hugging Face model in several files each weight is."""
 MAX_FILE_BYTES = 5_000_000_000
 """Largest weight file of a folder, unless one weight is larger; several are read at a time."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpctrain.checkpoint.contents import FIRST_STEPS, Contents, verify_replicated
-from hpctrain.checkpoint.initial import load_initial
+from hpctrain.checkpoint.initial import load_recorded
 from hpctrain.checkpoint.initial_match import WeightSource, listed
 from hpctrain.checkpoint.object_state import restore
 from hpctrain.checkpoint.place import CheckpointPlace
@@ -96,7 +96,7 @@ class CheckpointHook(BaseHook):
         run_folder = RunFolder(self.store, self.fresh)
         preferred = (run_folder,) if self.fresh else (self.tiers, run_folder, self.remote)
         places = [place for place in preferred if place]
-        loaded = resume(self.store, framework, training.state, self.identity, places)
+        loaded = resume(self.store, framework, training.state, self.identity, places, self.config.init_from)
         self.saver = open_saver(self.store, writers(self.config.writers, training.world), staging)
         self.opened.callback(self.saver.close)
         tier = None
@@ -109,6 +109,8 @@ class CheckpointHook(BaseHook):
             self.reporter.report(compare_model(framework, loaded, everyone, accepted))
             leaves, peers = framework.facts.leaves, self.store.peers
             self.reporter.report(restore(self.contents.objects, loaded, leaves, peers, accepted))
+            if loaded.source and self.config.frozen == "source":
+                self.contents.leave_out(loaded.source.record, training)
         else:
             self.reporter.report(map(not_used, self._lost()))
             self._load_initial(training)
@@ -133,8 +135,11 @@ class CheckpointHook(BaseHook):
         if self.config.init_from:
             source = WeightSource(self.config.init_from, self.config.init_rename, self.config.init_missing)
             world = training.world
-            match = load_initial(source, training.framework, world.pipeline, world.everyone)
+            is_left = self.config.frozen == "source"
+            match, record = load_recorded(source, training.framework, world.pipeline, world.everyone, is_left)
             self.reporter.report([events.InitialWeights(step=0, path=source.path, **dataclasses.asdict(match))])
+            if record:
+                self.contents.leave_out(record, training)
         elif left := training.framework.facts.meta_init:
             raise UserError(
                 f"{listed(sorted(left))} of the model have no values: the task made them on "

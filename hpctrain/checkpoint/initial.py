@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -11,30 +12,26 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint import safetensors
-from hpctrain.checkpoint.export import AVERAGE, INDEX, MODEL
-from hpctrain.checkpoint.format.durable_files import is_absent, reading
+from hpctrain.checkpoint.export import AVERAGE
+from hpctrain.checkpoint.format.durable_files import is_absent
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, converted
-from hpctrain.checkpoint.format.strict_json import JsonReader, parse_json
+from hpctrain.checkpoint.frozen import FrozenRecord, FrozenWeight, checksum, is_common
 from hpctrain.checkpoint.initial_match import Match, WeightSource, listed, of_stages, renamed, require_meant
 from hpctrain.checkpoint.lora import Weights, without_adapters
 from hpctrain.checkpoint.mirror import locate
-from hpctrain.checkpoint.read_retry import patiently
 from hpctrain.checkpoint.reading import Loaded
 from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.checkpoint.weight_files import MODEL, joined, opened_files
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError, file_errors
 from hpctrain.train.framework import StateSource
-from hpctrain.train.saved_arrays import DerivedArrays, HeldArrays, Place, SavedArrays, lies_in, require_inside
+from hpctrain.train.saved_arrays import DerivedArrays, Place, SavedArrays, lies_in, require_inside
 from hpctrain.train.state import StateTensor
 from hpctrain.train.stateful import value_of
 
 T = TypeVar("T")
 
-TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
 KERAS_FILE = ".weights.h5"
-OF_FOLDERS = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors")
-"""Names of single-file Hugging Face models and PEFT adapters in a folder."""
 
 
 def load_initial(
@@ -58,22 +55,55 @@ def load_initial(
         DamagedCheckpoint: the source is damaged.
         UnreadableCheckpoint: the source cannot be read now.
     """
+    return load_recorded(source, framework, stages, everyone)[0]
+
+
+def load_recorded(
+    source: WeightSource,
+    framework: StateSource,
+    stages: Group | None = None,
+    everyone: Group | None = None,
+    record: bool = False,
+) -> tuple[Match, FrozenRecord | None]:
+    """As ``load_initial``; if asked to ``record``, also returns which frozen weights were loaded, and from where."""
     framework.host.synchronize()
     if source.path.endswith(KERAS_FILE):
-        return load_keras_file(source, framework)
-    present = PresentState(framework.state())
-    own = {name.removeprefix(MODEL): present.shape_of(name) for name in present if name.startswith(MODEL)}
-    wanted = of_stages(own, stages or Group("alone"))
+        return load_keras_file(source, framework), None
     alone = Group("alone")
-    return with_weights(
-        source.path, lambda weights: load_weights(source, weights, framework, wanted), everyone or alone
-    )
+    stages, everyone = stages or alone, everyone or alone
+    state = framework.state()
+    present = PresentState(state)
+    own = {name.removeprefix(MODEL): present.shape_of(name) for name in present if name.startswith(MODEL)}
+    wanted = of_stages(own, stages)
+    kept = {it.name: it.dtype for it in state if record and not it.is_trained and is_common(it.name, it.placement)}
+    of_every_stage = stages.allgather(kept, "list the frozen weights") if record else []
+    frozen = dict(sorted(entry for each in of_every_stage for entry in each.items()))
+
+    def load(weights: Weights, path: str) -> tuple[Match, str, dict[str, Any]]:
+        match, old_names = load_weights(source, weights, framework, wanted)
+        mine = [name for name in frozen if name.removeprefix(MODEL) in match.taken][everyone.rank :: everyone.size]
+        found = {}
+        for name in mine:
+            old = old_names[name.removeprefix(MODEL)]
+            shape, total = weights.arrays.shape_of(old), checksum(weights.arrays, old)
+            found[name] = asdict(FrozenWeight(old, shape, frozen[name], total))
+        return match, path, found
+
+    match, path, found = with_weights(source.path, load, everyone)
+    if not record:
+        return match, None
+    each = everyone.allgather(found, "record the frozen weights")
+    weights = {name: FrozenWeight(**{**one, "shape": tuple(one["shape"])}) for of in each for name, one in of.items()}
+    return match, FrozenRecord(source.path, path, weights)
 
 
 def load_weights(
     source: WeightSource, weights: Weights, framework: StateSource, wanted: Mapping[str, tuple[int, ...]]
-) -> Match:
-    """Load the weights that match into the model; ``wanted`` has the shapes of its weights on all stages."""
+) -> tuple[Match, dict[str, str]]:
+    """Load the weights that match into the model; also returns their names in the source.
+
+    ``wanted`` has the shapes of the model's weights on all stages.
+    """
     old_names = renamed({name: name for name in weights.arrays}, source.rename, source.path)
     for name, saved in framework.facts.other_names.items():  # an export has the names in ``state_dict``
         if name in old_names and saved and saved not in old_names:
@@ -103,7 +133,7 @@ def load_weights(
 
     framework.host.synchronize()
     framework.load(DerivedArrays(places, fitting))
-    return match
+    return match, old_names
 
 
 def with_adapters(old_names: Mapping[str, str], wanted: Iterable[str]) -> dict[str, str]:
@@ -119,68 +149,24 @@ def with_adapters(old_names: Mapping[str, str], wanted: Iterable[str]) -> dict[s
     return rest | {name: old_names[bare] for name, bare in plain.items()}
 
 
-def with_weights(path: str, use: Callable[[Weights], T], group: Group) -> T:
-    """Call ``use`` with a source's weights, by name without ``model/``, which each rank reads on access.
+def with_weights(path: str, use: Callable[[Weights, str], T], group: Group) -> T:
+    """Call ``use`` with a source's weights, by name without ``model/``, which each rank reads on access, and the
+    absolute path of the file, of the Hugging Face model folder, or of the checkpoint.
 
     Collective: for a checkpoint, one rank reads the manifest for all, and all use the same checkpoint.
     """
-    files = files_of(Path(path)) if os.path.isdir(path) else [Path(path)]
-    if files:
-        return use(joined(map(weights_of_file, files)))
+    if weights := opened_files(path):
+        return use(weights, os.path.abspath(path))
     found: list[T] = []
 
     def take(loaded: Loaded) -> dict[str, NDArray[Any]]:
-        found.append(use(joined([Weights(loaded.arrays, loaded.dtypes)], MODEL)))
+        found.append(use(joined([Weights(loaded.arrays, loaded.dtypes)], MODEL), os.path.abspath(loaded.path)))
         return {}
 
     store, step = locate(path)
     single = Group("alone")  # one process, so that rank-local state is averaged
     CheckpointStore(store.path, group=group, peers=single).load_into(take, step)
     return found[-1]
-
-
-def joined(parts: Iterable[Weights], prefix: str = "") -> Weights:
-    """Merge the weights whose names start with ``prefix``, by name without ``model/``."""
-    places: dict[str, Place] = {}
-    dtypes: dict[str, str] = {}
-    for part in parts:
-        names = {name.removeprefix(MODEL): name for name in part.arrays if name.startswith(prefix)}
-        places |= {plain: (part.arrays, name) for plain, name in names.items()}
-        dtypes |= {plain: part.dtypes[name] for plain, name in names.items()}
-    return Weights(DerivedArrays(places), dtypes)
-
-
-def weights_of_file(path: Path) -> Weights:
-    """Open the weights in a file."""
-    if is_absent(path):
-        raise UserError(f"{path} does not exist", "check checkpoint.init_from")
-    real = Path(os.path.realpath(path))  # links in the user's path are followed; those in a checkpoint never are
-    if path.name.endswith(TORCH_FILES):
-        try:
-            from hpctrain.backends.torch.state.tensors import read_weights
-        except ModuleNotFoundError:
-            fix = "save the weights as .safetensors"
-            raise UserError(f"{path} is read with PyTorch, which is not installed", fix) from None
-
-        def read() -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
-            with reading(real) as descriptor, open(descriptor, "rb", closefd=False) as file:
-                return read_weights(file, real, ITEM_TYPES)
-
-        arrays, dtypes = patiently(read)
-        return Weights(HeldArrays(arrays), dtypes)
-    return Weights(*patiently(lambda: safetensors.read(real)))
-
-
-def files_of(folder: Path) -> list[Path]:
-    """The weight files in a Hugging Face model folder; empty for other folders. Raises DamagedCheckpoint."""
-    if (folder / INDEX).is_file():
-        with reading(folder / INDEX) as descriptor, open(descriptor, "rb", closefd=False) as file:
-            index = JsonReader(parse_json(file.read(), str(folder / INDEX)), str(folder / INDEX))
-        names = JsonReader(index.get("weight_map", dict, "an object"), index.where).value.values()
-        if any(type(name) is not str or Path(name).name != name for name in names):
-            index.fail("weight_map names what is not a file in its folder")
-        return [folder / name for name in sorted(set(names))]
-    return next(([folder / name] for name in OF_FOLDERS if (folder / name).is_file()), [])
 
 
 class PresentState(SavedArrays):

@@ -90,13 +90,14 @@ def tensor_summaries(loaded: Loaded, prefix: str = "") -> list[Summary]:
 
 
 def everything(loaded: Loaded) -> Reads:
-    """Readers of all arrays, including those of single ranks."""
+    """Readers of all arrays in the checkpoint itself, including those of single ranks."""
     of_ranks: Reads = {
         f"{name} (rank {rank})": (partial(values.__getitem__, rank), loaded.dtypes[name])
         for name, values in loaded.of_ranks.items()
         for rank in values
     }
-    return {name: (partial(loaded.arrays.__getitem__, name), loaded.dtypes[name]) for name in loaded.arrays} | of_ranks
+    own = [name for name in loaded.arrays if not loaded.source or name not in loaded.source]
+    return {name: (partial(loaded.arrays.__getitem__, name), loaded.dtypes[name]) for name in own} | of_ranks
 
 
 def object_texts(loaded: Loaded) -> dict[str, str]:

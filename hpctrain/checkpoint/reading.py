@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -12,15 +12,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.checkpoint.checkpoint_folder import CheckpointFolder
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format import manifest as manifest_file
 from hpctrain.checkpoint.format.boxes import Box, everything
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, Manifest, Shard, StoredPiece, TensorSpec
 from hpctrain.checkpoint.format.shard import view_of
 from hpctrain.checkpoint.format.shard_reading import ShardFiles, check_rest, check_shard, read_shard
+from hpctrain.checkpoint.frozen import FROZEN, FrozenRecord, FrozenSource
+from hpctrain.checkpoint.lora import Weights
 from hpctrain.checkpoint.read_retry import FINAL, patiently, read_among
+from hpctrain.checkpoint.weight_files import MODEL, joined, opened_files
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
+from hpctrain.run import resolve_run
 from hpctrain.run.folder import name_of_step, step_named
 from hpctrain.system.user_errors import own_line, words
 from hpctrain.train.saved_arrays import HeldArrays, SavedArrays, merge, require_inside
@@ -62,6 +67,8 @@ class Loaded:
     """Newer checkpoints that are damaged, newest first."""
     of_ranks: Mapping[str, Mapping[int, NDArray[Any]]] = field(default_factory=dict)
     """The task's rank-local state by name and saved rank, if the number of ranks differs from the saved one."""
+    source: FrozenSource | None = None
+    """Source of the frozen weights that it left out, which ``arrays`` reads on access."""
 
 
 Use = Callable[[Loaded], Mapping[str, NDArray[Any]]]
@@ -74,6 +81,7 @@ def load_newest(
     peers: Group,
     use: Use | None = None,
     prepare: Callable[[Path], None] = lambda folder: None,
+    init_from: str | None = None,
 ) -> Loaded:
     """Load the first sound checkpoint among these. Collective.
 
@@ -86,6 +94,7 @@ def load_newest(
             read so far, if a rank found damage. By default all arrays are kept: each rank reads and verifies every
             group.size-th shard and sends it to the others.
         prepare: called on all ranks before a folder is read; raises DamagedCheckpoint, on all, to skip it.
+        init_from: the source of frozen weights that checkpoints left out, if it is no longer where it was.
 
     Raises:
         DamagedCheckpoint: no candidate is sound.
@@ -103,7 +112,7 @@ def load_newest(
             if taken and not replaces(manifest, taken):
                 fix = "rename the folders of the damaged ones, then run the same command again"
                 break
-            candidate = LoadCandidate(folder, manifest, group, peers, tuple(rejected))
+            candidate = LoadCandidate(folder, manifest, group, peers, tuple(rejected), init_from)
             if use is None:
                 return candidate.shared()
             is_replaced = older is None or replaced_by(older, manifest, group)
@@ -170,6 +179,15 @@ def opened(path: Path, step: int) -> Iterator[Loaded]:
         yield candidate.loaded(contents, own.of_ranks)
 
 
+def open_source(path: str, stack: ExitStack) -> Weights:
+    """Open the weights of a Hugging Face model folder, a file or a checkpoint, until the stack is closed."""
+    if weights := opened_files(path):
+        return weights
+    folder, step = resolve_run.checkpoints(path)
+    loaded = stack.enter_context(opened(folder, CheckpointFolder(folder).steps()[-1] if step is None else step))
+    return joined([Weights(loaded.arrays, loaded.dtypes)], MODEL)
+
+
 def read_manifest(folder: Path, step: int, group: Group) -> layout.Manifest:
     """Read the manifest on one rank and broadcast it. Collective. Raises as ``read_among`` does."""
     what = f"read the manifest of {folder.name}"
@@ -197,6 +215,8 @@ class LoadCandidate:
     """Ranks of the group with rank-local state."""
     rejected: tuple[NotUsed, ...] = ()
     """Newer, damaged checkpoints, newest first."""
+    init_from: str | None = None
+    """Source of frozen weights that it left out; None if it is where it was."""
 
     @property
     def own_rank(self) -> int | None:
@@ -204,10 +224,15 @@ class LoadCandidate:
         return self.peers.rank if self.manifest.ranks == self.peers.size else None
 
     def loaded(self, arrays: SavedArrays, of_ranks: OfRanks) -> Loaded:
-        """The Loaded with these arrays."""
-        saved = self.manifest
+        """The Loaded with these arrays, and the frozen weights that it left out."""
+        saved, source = self.manifest, None
         dtypes = {spec.name: spec.dtype for spec in saved.tensors().values()}
-        return Loaded(saved.step, self.folder, saved.ranks, saved.meta, arrays, dtypes, self.rejected, of_ranks)
+        if FROZEN in saved.meta:
+            record = FrozenRecord.parse(saved.meta[FROZEN], f"{self.folder}, {FROZEN}")
+            share = (self.group.rank, self.group.size)
+            source = FrozenSource(record.moved(self.init_from), share, open_source)
+            arrays, dtypes = source.complete(arrays), source.dtypes() | dtypes
+        return Loaded(saved.step, self.folder, saved.ranks, saved.meta, arrays, dtypes, self.rejected, of_ranks, source)
 
     def own_state(self, check: Check) -> OwnState:
         """Check each shard on one of the ranks, and gather the saved rank-local state. Collective.
@@ -246,6 +271,8 @@ class LoadCandidate:
         with closing(LoadedArrays(self.folder, self.manifest, self.own_rank, own.merged)) as contents:
             view = self.loaded(contents, own.of_ranks)
             try:
+                if view.source:
+                    view.source.verify()
                 kept = use(view)
             except (*FINAL, layout.UnreadableCheckpoint) as error:
                 mine, problem = error, (type(error).__name__, error.what, error.fix)

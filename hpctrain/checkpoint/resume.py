@@ -45,6 +45,7 @@ def resume(
     state: TrainState,
     identity: Mapping[str, Any],
     places: Sequence[CheckpointPlace] = (),
+    init_from: str | None = None,
 ) -> Loaded | None:
     """Load the newest sound checkpoint into framework and state; returns None if there is none. Collective.
 
@@ -56,6 +57,7 @@ def resume(
         state: receives the position.
         identity: what must not have changed; see ``resume_compat``.
         places: where checkpoints may be, the preferred ones at equal steps first; by default the run folder.
+        init_from: see ``CheckpointStore.load_into``.
 
     Raises:
         UserError: the run file differs from the checkpoint's run.
@@ -81,7 +83,7 @@ def resume(
         for place in places:
             place.fetch(folder)
 
-    loaded = load_newest(candidates, store.group, store.peers, take, fetch)
+    loaded = load_newest(candidates, store.group, store.peers, take, fetch, init_from)
     if store.group.rank == 0:
         for rejected in loaded.rejected:
             with suppress(OSError):  # it is skipped again at the next resume

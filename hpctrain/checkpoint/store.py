@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hpctrain.checkpoint.checkpoint_folder import CheckpointFolder
-from hpctrain.checkpoint.export import MODEL
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.checkpoint.format.shard import host_buffer
 from hpctrain.checkpoint.object_state import restore
 from hpctrain.checkpoint.reading import Loaded, Use, load_newest, opened
 from hpctrain.checkpoint.resume_compat import model_changes
 from hpctrain.checkpoint.saver import Saver, array_tensors
+from hpctrain.checkpoint.weight_files import MODEL
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from hpctrain.run.resolve_run import BEST
@@ -92,7 +92,7 @@ class CheckpointStore(CheckpointFolder):
         """
         return load_newest(self.candidates(step), self.group, self.peers)
 
-    def load_into(self, use: Use, step: int | str | None = None) -> Loaded:
+    def load_into(self, use: Use, step: int | str | None = None, init_from: str | None = None) -> Loaded:
         """Load a checkpoint into memory that the caller already has. Collective over the store's group.
 
         Args:
@@ -101,11 +101,12 @@ class CheckpointStore(CheckpointFolder):
                 called again: with the same checkpoint if a rank cannot read it directly, and with an older one, which
                 has all of the same tensors, if a rank finds damage.
             step: step of the checkpoint; by default the newest sound one.
+            init_from: the source of frozen weights that checkpoints left out, if it is no longer where it was.
 
         Raises:
             UserError, DamagedCheckpoint, UnreadableCheckpoint: as ``load``, and what ``use`` raises.
         """
-        return load_newest(self.candidates(step), self.group, self.peers, use)
+        return load_newest(self.candidates(step), self.group, self.peers, use, init_from=init_from)
 
     @contextmanager
     def opened(self, step: int) -> Iterator[Loaded]:
@@ -190,6 +191,7 @@ def load_weights(
     state: Sequence[Kept] = (),
     everyone: Group | None = None,
     accepted: Sequence[str] = (),
+    init_from: str | None = None,
 ) -> Loaded:
     """Load a checkpoint, by default the newest sound one, to evaluate or predict. Collective; changes no files.
 
@@ -202,12 +204,13 @@ def load_weights(
         state: objects of the task.
         everyone: all ranks.
         accepted: see ``resume_compat.model_changes``.
+        init_from: see ``CheckpointStore.load_into``.
 
     Raises:
         UserError: there is no checkpoint, or it is of a different model.
         DamagedCheckpoint: it is damaged.
     """
-    loaded = store.load_into(lambda loaded: load_framework(framework, loaded), step)
+    loaded = store.load_into(lambda loaded: load_framework(framework, loaded), step, init_from)
     compare_model(framework, loaded, everyone, accepted)
     restore(state, loaded, framework.facts.leaves, store.peers, accepted=["state"])
     return loaded

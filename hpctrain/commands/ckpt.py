@@ -143,7 +143,10 @@ def inspect(args: argparse.Namespace) -> int:
             fix = "inspect it without --name to see all names"
             raise UserError(f"{loaded.path} has no tensor below {args.name}", fix)
     rows = {"step": loaded.step, "meta": loaded.meta, "tensors": [dataclasses.asdict(one) for one in found]}
-    foreign_text.answer(args.json, rows, [f"{loaded.path} ({loaded.ranks} ranks)", *summary_tree(found)])
+    title = f"{loaded.path} ({loaded.ranks} ranks)"
+    if loaded.source:
+        title += f"; {len(loaded.source)} frozen weights are in {loaded.source.record.path}"
+    foreign_text.answer(args.json, rows, [title, *summary_tree(found)])
     return ExitCode.DONE
 
 

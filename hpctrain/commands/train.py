@@ -151,6 +151,6 @@ def load_trained(args: argparse.Namespace, session: Session) -> Iterator[tuple[C
         problem = make_problem(config, session.world, session.verbose)
     framework = wiring.make_framework(config, session.world, problem.task, IntervalClock())
     with closing(framework):
-        kept, accepted = kept_state(problem.task.state), config.checkpoint.accept
-        loaded = load_weights(framework, store, args.step, kept, session.world.everyone, accepted)
+        kept, keys = kept_state(problem.task.state), config.checkpoint
+        loaded = load_weights(framework, store, args.step, kept, session.world.everyone, keys.accept, keys.init_from)
         yield config, framework, problem, loaded.step

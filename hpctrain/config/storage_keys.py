@@ -146,6 +146,9 @@ class CheckpointConfig(Section, key="checkpoint"):
     init_missing: tuple[str, ...] = ()
     """Patterns of the model's weights, such as head.*, that keep their initial values if init_from lacks them or has
     them in another shape. For other weights that is an error."""
+    frozen: Literal["saved", "source"] = "saved"
+    """Where frozen weights are that init_from gave: saved with the rest, or only in their source, which a resume and an
+    export then need."""
     accept: tuple[str, ...] = ()
     """Keys that may differ from those of the checkpoint that is resumed, though the result depends on them, such as
     train.epochs; or state.NAME or model.NAME for state or tensors of the model that only the task or only the
@@ -156,3 +159,7 @@ class CheckpointConfig(Section, key="checkpoint"):
         if self.tiers.run_dir.every_steps and (self.every_steps or self.every_minutes or self.every_epochs):
             what = "checkpoint.tiers.run_dir.every_steps and another checkpoint.every_... are both given"
             raise UserError(what, "keep one of them")
+        place = self.init_from or "null"
+        if self.frozen == "source" and (place == "null" or place.endswith(".weights.h5")):
+            fix = "set init_from to a folder, a checkpoint, or a .safetensors or PyTorch file; or leave frozen out"
+            raise UserError(f"checkpoint.frozen is source, and checkpoint.init_from is {place}", fix)

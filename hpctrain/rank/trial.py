@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from hpctrain.backends.torch.strategies.memory_estimate import MemoryEstimate
+from hpctrain.backends.torch.strategies.memory_estimate import MemoryEstimate, num_bytes
+from hpctrain.checkpoint.frozen import is_common
 from hpctrain.comm.imagined import Imagined
 from hpctrain.comm.world import World, alone
 from hpctrain.config.combinations import clash
@@ -158,6 +159,11 @@ def estimate(
 
     with made(config, tensor) as model:
         state, whole = measured(model.framework, first_batch(model.problem, model.world, ESTIMATED_SAMPLES), ranks)
+    if config.checkpoint.frozen == "source":
+        left = sum(
+            num_bytes(one, one.whole) for one in state if is_common(one.name, one.placement) and not one.is_trained
+        )
+        whole = dataclasses.replace(whole, checkpoint=whole.checkpoint - left)
     data, accumulate = ranks // tensor, config.train.accumulate
     rows = data if config.parallel.shard_within == "all" else min(data, max(node_size(config, ranks) // tensor, 1))
     shards: dict[str, MemoryEstimate] = {}

@@ -103,7 +103,7 @@ def damaged_on_one(folder: Path) -> list[str]:
             file.write(b"x")
     EVERYONE.barrier("damage it")
 
-    def use(weights: Weights) -> str:
+    def use(weights: Weights, path: str) -> str:
         return str(weights.arrays.part("w", (EVERYONE.rank << 21, 0), (1 << 21, 1)).max())
 
     return EVERYONE.allgather(with_weights(str(folder), use, EVERYONE), "compare what was taken")

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain import KerasTask, TorchTask, columns, fit, rows
+from hpctrain.checkpoint import safetensors
 from hpctrain.comm.world import World, connect
 from hpctrain.config.sections import (
     CheckpointConfig,
@@ -65,6 +66,12 @@ TORCH_PLANS: dict[str, Plan] = {
     "tensor": {"parallel": {"tensor": 2, "shard": "optimizer"}, "task": {"cut": True}},
     "zero3": {"parallel": {"shard": "parameters"}, "train": {**AVERAGED, "precision": "bf16"}, "task": {"size": 1}},
     "pipeline": {"parallel": {"pipeline": 2, "shard": "optimizer"}, "train": NARROW},
+    "frozen": {
+        "parallel": {"shard": "parameters"},
+        "train": NARROW,
+        "task": {"frozen": True, "size": 1},
+        "checkpoint": {"init_from": f"{sys.argv[2]}/base.safetensors", "init_missing": ("*",), "frozen": "source"},
+    },
     "keras": {"parallel": {"shard": "optimizer"}, "train": AVERAGED, "task": {"of_keras": True}},
 }
 KERAS_PLANS: dict[str, Plan] = {
@@ -83,9 +90,9 @@ def samples() -> dict[str, np.ndarray]:
     return {"x": x, "y": (x @ np.arange(FEATURES)).astype(np.float32)[:, None]}
 
 
-def torch_task(cut: bool = False, size: int = 0, of_keras: bool = False) -> Any:
+def torch_task(cut: bool = False, size: int = 0, of_keras: bool = False, frozen: bool = False) -> Any:
     """A layer, a table and a vector of this size, by default without elements, and a parameter that the loss does not
-    use. Evaluations draw random numbers too."""
+    use. Evaluations draw random numbers too. Layers may be frozen, which the run file gives other weights."""
     if of_keras:
         return tensorflow_task()
 
@@ -102,6 +109,7 @@ def torch_task(cut: bool = False, size: int = 0, of_keras: bool = False) -> Any:
     whole = torch.nn.Sequential(torch.nn.Linear(FEATURES, WIDTH), Empty())
     divided = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, WIDTH))
     model = torch.nn.Sequential(whole, divided, Empty(), torch.nn.Linear(WIDTH, 1))
+    divided.requires_grad_(not frozen)
     words = {"tensor": {"1.0": columns, "1.2": rows}} if cut else {}
     return TorchTask(model, "mse", torch.optim.Adam(model.parameters(), 0.01), samples(), samples(), **words)
 
@@ -159,7 +167,7 @@ def run(folder: Path, plan: Plan, killed_at: int | None = None, **train: Any) ->
         sync=SyncConfig(**plan.get("sync", {})),
         parallel=ParallelConfig(**plan.get("parallel", {})),
         monitor=MonitorConfig(enabled=False),
-        checkpoint=CheckpointConfig(every_steps=2, accept=("sync",)),
+        checkpoint=CheckpointConfig(every_steps=2, accept=("sync",), **plan.get("checkpoint", {})),
     )
     end = End(killed_at)
     metrics = fit(config, hooks=[end]).metrics
@@ -199,6 +207,10 @@ def main() -> None:
         # This backend generates no code, for which a C++ compiler takes seconds.
         torch.compile = partial(torch.compile, backend="aot_eager")
     folder, world = Path(sys.argv[2]), connect()
+    if world.rank == 0 and not (base := folder / "base.safetensors").exists():
+        weights = {f"1.{layer}.weight": np.eye(WIDTH, dtype=np.float32) / (1 + layer) for layer in (0, 2)}
+        base.write_bytes(b"".join(safetensors.encode(weights, dict.fromkeys(weights, "float32"), {})))
+    world.everyone.barrier("write the frozen weights")
     for name, plan in {"torch": TORCH_PLANS, "tensorflow": KERAS_PLANS}[sys.argv[1]].items():
         done = folder / f"{name}-done-on-{world.size}"
         if world.everyone.broadcast(done.exists(), "see what has been done"):

@@ -204,7 +204,7 @@ READERS: dict[str, Callable[[CheckpointStore, CheckpointStore], Any]] = {
     "resume of a plan of rows": lambda store, sound: taken(store, half(1, 0)),
     "resume of a plan of columns": lambda store, sound: taken(store, half(0, 1)),
     "init_from": lambda store, sound: with_weights(
-        str(store.folder(2)), lambda weights: values_of(weights.arrays), store.group
+        str(store.folder(2)), lambda weights, path: values_of(weights.arrays), store.group
     ),
     "export": lambda store, sound: export(store),
     "inspect": lambda store, sound: summaries(store),

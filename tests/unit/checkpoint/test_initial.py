@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from hpctrain.checkpoint import export, initial, safetensors
+from hpctrain.checkpoint import export, safetensors
 from hpctrain.checkpoint.contents import trained_alone
-from hpctrain.checkpoint.initial import files_of, load_initial, with_adapters
+from hpctrain.checkpoint.initial import load_initial, with_adapters
 from hpctrain.checkpoint.initial_match import Match, WeightSource, renamed, require_meant
 from hpctrain.checkpoint.lora import merge_lora
 from hpctrain.checkpoint.reporter import lines_about
 from hpctrain.checkpoint.store import CheckpointStore, open_saver
+from hpctrain.checkpoint.weight_files import files_of, joined, weights_of_file
 from hpctrain.cli import main
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import alone
@@ -400,7 +401,7 @@ def test_torch_dcp_reads_such_folders_and_writes_them(tmp_path: Path, monkeypatc
     dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(out)))
     places = {name: 1 + number % 2 for number, name in enumerate(found)}
     dcp.save(found, storage_writer=dcp.HuggingFaceStorageWriter(str(back), fqn_to_index_mapping=places))
-    read = initial.joined(map(initial.weights_of_file, files_of(back))).arrays
+    read = joined(map(weights_of_file, files_of(back))).arrays
     assert found.keys() == names.keys() == set(read)
     for name, file in names.items():
         assert np.array_equal(found[name].numpy(), load_file(out / file)[name])

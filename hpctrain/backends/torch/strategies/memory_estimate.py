@@ -24,6 +24,11 @@ class TensorSize:
     cut: Cut | None
     is_trained: bool
 
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
+        return self.cut.shape if self.cut else self.shape
+
     @classmethod
     def of(cls, tensor: StateTensor) -> TensorSize:
         """The sizes of a tensor."""
@@ -78,8 +83,7 @@ def of_state(state: Iterable[TensorSize], activations: float, ranks: int) -> Mem
         held[kind] = held.get(kind, 0) + own
         if kind == "model" and tensor.is_trained:
             gradients += max(own, 4 * math.prod(tensor.shape))
-        saved = num_bytes(tensor, tensor.cut.shape) if tensor.cut else own
-        whole[tensor.name] = saved * (ranks if tensor.placement is Placement.RANK else 1)
+        whole[tensor.name] = num_bytes(tensor, tensor.whole) * (ranks if tensor.placement is Placement.RANK else 1)
     return MemoryEstimate(held["model"], gradients, held["optimizer"], held["ema"], activations, sum(whole.values()))
 
 

@@ -1,0 +1,77 @@
+"""Reads weights from Hugging Face model folders and from weight files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from hpctrain.checkpoint import safetensors
+from hpctrain.checkpoint.format.durable_files import is_absent, reading
+from hpctrain.checkpoint.format.layout import ITEM_TYPES
+from hpctrain.checkpoint.format.strict_json import JsonReader, parse_json
+from hpctrain.checkpoint.lora import Weights
+from hpctrain.checkpoint.read_retry import patiently
+from hpctrain.errors import UserError
+from hpctrain.train.saved_arrays import DerivedArrays, HeldArrays, Place
+
+MODEL = "model/"
+"""Prefix of the model's parameters and buffers in a checkpoint."""
+TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
+INDEX = "model.safetensors.index.json"
+"""Says in which file of a Hugging Face model in several files each weight is."""
+OF_FOLDERS = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors")
+"""Names of single-file Hugging Face models and PEFT adapters in a folder."""
+
+
+def joined(parts: Iterable[Weights], prefix: str = "") -> Weights:
+    """Merge the weights whose names start with ``prefix``, by name without ``model/``."""
+    places: dict[str, Place] = {}
+    dtypes: dict[str, str] = {}
+    for part in parts:
+        names = {name.removeprefix(MODEL): name for name in part.arrays if name.startswith(prefix)}
+        places |= {plain: (part.arrays, name) for plain, name in names.items()}
+        dtypes |= {plain: part.dtypes[name] for plain, name in names.items()}
+    return Weights(DerivedArrays(places), dtypes)
+
+
+def opened_files(path: str) -> Weights | None:
+    """Open the weights of a Hugging Face model folder or a file; None for other folders."""
+    files = files_of(Path(path)) if os.path.isdir(path) else [Path(path)]
+    return joined(map(weights_of_file, files)) if files else None
+
+
+def weights_of_file(path: Path) -> Weights:
+    """Open the weights in a file."""
+    if is_absent(path):
+        raise UserError(f"{path} does not exist", "check checkpoint.init_from")
+    real = Path(os.path.realpath(path))  # links in the user's path are followed; those in a checkpoint never are
+    if path.name.endswith(TORCH_FILES):
+        try:
+            from hpctrain.backends.torch.state.tensors import read_weights
+        except ModuleNotFoundError:
+            fix = "save the weights as .safetensors"
+            raise UserError(f"{path} is read with PyTorch, which is not installed", fix) from None
+
+        def read() -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
+            with reading(real) as descriptor, open(descriptor, "rb", closefd=False) as file:
+                return read_weights(file, real, ITEM_TYPES)
+
+        arrays, dtypes = patiently(read)
+        return Weights(HeldArrays(arrays), dtypes)
+    return Weights(*patiently(lambda: safetensors.read(real)))
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The weight files in a Hugging Face model folder; empty for other folders. Raises DamagedCheckpoint."""
+    if (folder / INDEX).is_file():
+        with reading(folder / INDEX) as descriptor, open(descriptor, "rb", closefd=False) as file:
+            index = JsonReader(parse_json(file.read(), str(folder / INDEX)), str(folder / INDEX))
+        names = JsonReader(index.get("weight_map", dict, "an object"), index.where).value.values()
+        if any(type(name) is not str or Path(name).name != name for name in names):
+            index.fail("weight_map names what is not a file in its folder")
+        return [folder / name for name in sorted(set(names))]
+    return next(([folder / name] for name in OF_FOLDERS if (folder / name).is_file()), [])

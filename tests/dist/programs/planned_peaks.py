@@ -1,0 +1,114 @@
+"""Memory of the ranks under each plan that fits their number, as planned and as measured.
+
+Rank 0 prints JSON: per task and plan, the planned bytes and the largest measured peak. planned_peaks.py [TASK...]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import closing
+from typing import Any
+
+from torch import Tensor
+
+from hpctrain.backends.torch.strategies.memory_estimate import ParallelLayout, footprints
+from hpctrain.comm.world import World, connect, in_grid
+from hpctrain.commands.plan import largest_micro_batch
+from hpctrain.config.sections import Config, ParallelConfig, ReduceConfig, TrainConfig
+from hpctrain.rank.batches import first_batch
+from hpctrain.rank.problem import make_problem
+from hpctrain.rank.trial import estimate
+from hpctrain.rank.wiring import make_framework
+from hpctrain.train.clock import IntervalClock
+from tests.support.live_tensors import Live
+from tests.tasks import weighed_tasks
+
+PLANS: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "whole": {},
+        "optimizer": {"shard": "optimizer"},
+        "gradients": {"shard": "gradients"},
+        "parameters": {"shard": "parameters"},
+        "offload": {"shard": "parameters", "offload": True},
+        "tensor": {"tensor": 2},
+        "sequence": {"tensor": 2, "sequence": True},
+        "pipeline": {"pipeline": 2},
+    },
+    4: {
+        "tensor 2 x optimizer": {"tensor": 2, "shard": "optimizer"},
+        "tensor 2 x parameters": {"tensor": 2, "shard": "parameters"},
+        "tensor 2 x pipeline 2": {"tensor": 2, "pipeline": 2},
+        "tensor": {"tensor": 4},
+        "pipeline": {"pipeline": 4},
+        "parameters": {"shard": "parameters"},
+    },
+}
+
+
+def config_of(task: str, parallel: dict[str, Any]) -> Config:
+    """The run file."""
+    accumulate = 4 if "pipeline" in parallel else 1
+    train = TrainConfig(steps=1, global_batch=weighed_tasks.SAMPLES, accumulate=accumulate)
+    return Config(
+        name="peaks",
+        task=f"tests.tasks.weighed_tasks:{task}",
+        train=train,
+        parallel=ParallelConfig(**parallel),
+        reduce=ReduceConfig(kind="mpi"),
+    )
+
+
+def planned(config: Config, ranks: int) -> dict[str, int]:
+    """Bytes of a rank without the program and the copy for a checkpoint, by kind and in all."""
+    given = config.parallel
+    whole, _ = estimate(config, given.tensor, ranks, [given.pipeline] if given.pipeline > 1 else [])
+    each = given.tensor * given.pipeline
+    micro = {size: largest_micro_batch(config, ranks // size) for size in (given.tensor, each)}
+    found = footprints({given.tensor: whole}, ranks, micro, 0, config.train.accumulate)
+    (one,) = [
+        one for one in found if one.plan == ParallelLayout(given.tensor, ranks // each, given.shard, given.pipeline)
+    ]
+    kinds = ("parameters", "gradients", "optimizer", "activations")
+    return {"total": one.total - one.staging} | {kind: getattr(one, kind) for kind in kinds}
+
+
+def measured(config: Config, world: World) -> int:
+    """Largest memory of tensors in an update after the first."""
+    world = in_grid(world, config.parallel.tensor, config.parallel.pipeline)
+    problem = make_problem(config, world)
+    framework: Any
+    with closing(make_framework(config, world, problem.task, IntervalClock())) as framework:
+        batches = [first_batch(problem, world)] * config.train.accumulate
+        framework.step(batches, weighed_tasks.SAMPLES)
+        known = [one.tensor for one in framework.state() if hasattr(one, "tensor")]
+        with Live(one for one in known if isinstance(one, Tensor)) as live:
+            framework.step(batches, weighed_tasks.SAMPLES)
+        return live.peak
+
+
+def main(tasks: list[str]) -> dict[str, Any]:
+    """Results by task and plan."""
+    world, found = connect(), {}
+    for task in tasks:
+        for name, parallel in PLANS[world.size].items():
+            config = config_of(task, parallel)
+            plan = planned(config, world.size) if world.rank == 0 else {}
+            peaks = world.everyone.allgather(measured(config, world), "compare the peaks")
+            found[f"{task}: {name}"] = plan | {"peaks": peaks}
+            if world.rank == 0:
+                ratio = plan["total"] / max(peaks)
+                print(
+                    f"{task:4} {name:22} {ratio:.3f}",
+                    {k: round(v / 2**20, 2) for k, v in plan.items()},
+                    [round(peak / 2**20, 2) for peak in peaks],
+                    file=sys.stderr,
+                    flush=True,
+                )
+    return found if world.rank == 0 else {}
+
+
+if __name__ == "__main__":
+    everything = main(sys.argv[1:] or ["gpt", "mlp"])
+    if everything:
+        print(json.dumps(everything))

@@ -1,0 +1,35 @@
+"""Follow the memory of the tensors that exist."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Live(TorchDispatchMode):
+    """Follows the memory of all tensors that operations take or return."""
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.known: dict[int, StorageWeakRef] = {}
+        self.peak = 0
+        self.note(list(known))
+
+    def note(self, tensors: Any) -> None:
+        for one in tree_leaves(tensors):
+            if isinstance(one, Tensor) and not hasattr(one, "_local_tensor"):
+                self.known[one.untyped_storage()._cdata] = StorageWeakRef(one.untyped_storage())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.note((found, args, kwargs))
+        there = {key: torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for key, ref in self.known.items()}
+        self.known = {key: self.known[key] for key, storage in there.items() if storage is not None}
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in there.values() if storage is not None))
+        return found
