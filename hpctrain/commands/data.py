@@ -52,9 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="take this column or array; tables: make one array of several columns (* is all others); by default "
         "everything is taken and each column is an array",
     )
-    add("--version", type=int, metavar="N", help="Delta: the table's version; by default the newest")
-    add("--snapshot", type=int, metavar="ID", help="Iceberg: the table's snapshot; by default the newest")
-    add("--catalog", metavar="NAME", help="Iceberg: where SRC (namespace.table) is, as pyiceberg names it")
     add("--columns", metavar="A,B", help="columns to take, one array each; short for --field A --field B")
     add(
         "--filter",
@@ -168,7 +165,7 @@ def opened_source(args: argparse.Namespace, ranks: Ranks) -> Iterator[PackSource
     if kind != "text":
         columns = parse_fields([*args.field, *(args.columns.split(",") if args.columns else [])])
         size = parse_size(args.size)
-        yield open_source(addresses(args, kind), kind, columns, size, args.allow_outside, args.filter, ranks)
+        yield open_source(args.sources, kind, columns, size, args.allow_outside, args.filter, ranks)
         return
     form = TextForm(open_tokenizer(args.tokenizer, args.end_of_text), args.context or 1024, args.text_field or "text")
     prepare(args.output, args.force)  # fail early, before text is tokenized
@@ -179,18 +176,6 @@ def opened_source(args: argparse.Namespace, ranks: Ranks) -> Iterator[PackSource
         with text_source(files, form, args.output.parent, advance) as source:
             reading.close()
             yield source
-
-
-def addresses(args: argparse.Namespace, kind: str) -> list[str]:
-    """Returns the sources for ``open_source``: those of versioned tables with catalog and version."""
-    given = {"version": args.version, "snapshot": args.snapshot, "catalog": args.catalog}
-    mine = {"delta": {"version"}, "iceberg": {"snapshot", "catalog"}}.get(kind, set())
-    wrong = [name for name, value in given.items() if value is not None and name not in mine]
-    if wrong:
-        raise UserError(f"--{wrong[0]} is given for {kind}", f"leave out --{wrong[0]}: it is for other kinds of tables")
-    catalog = f"{args.catalog}/" if args.catalog else ""
-    version = next((f"@{given[name]}" for name in ("version", "snapshot") if given[name] is not None), "")
-    return [f"{catalog}{source}{version}" for source in args.sources]
 
 
 def run_info(args: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +112,7 @@ def sources_of(dataset: Dataset) -> list[dict[str, Any]]:
             have source tables; others have none.
     """
     found = {json.dumps(each): each for each in _sources(dataset)}
-    return [{"address": address_of(each), **each} for each in list(found.values())[:MOST_SOURCES]]
+    return [{"address": str(each["uri"]), **each} for each in list(found.values())[:MOST_SOURCES]]
 
 
 def _sources(dataset: Any) -> list[dict[str, Any]]:
@@ -127,9 +127,3 @@ def _sources(dataset: Any) -> list[dict[str, Any]]:
     if not isinstance(dataset, Hdf5Dataset):
         return []
     return [{**source, "packed": str(dataset.path)} for source in packed_notes(dataset.path).get("sources", ())]
-
-
-def address_of(source: Mapping[str, Any]) -> str:
-    """The address of a table at its version, such as ``delta:s3://bucket/table@12``."""
-    version = source.get("version", source.get("snapshot"))
-    return str(source["uri"]) if version is None else f"{source['kind']}:{source['uri']}@{version}"

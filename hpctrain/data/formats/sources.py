@@ -50,8 +50,7 @@ def open_dataset(
         source: the path of a file: HDF5, also in an object store (``s3://bucket/train.h5``), or, by suffix, ``.jsonl``,
             ``.tar`` or ``.parquet``; several files of one kind, which are concatenated (a pattern such as
             ``"data/*.h5"``, in sorted order, or a list); a folder of Parquet files, or its URI
-            (``s3://bucket/folder``); a table at a version (``delta:URI@VERSION``, or
-            ``iceberg:CATALOG/NAMESPACE.TABLE@SNAPSHOT``); a dict of arrays; a map-style Dataset of torch or Hugging
+            (``s3://bucket/folder``); a dict of arrays; a map-style Dataset of torch or Hugging
             Face; a finite tf.data.Dataset of single samples (read into memory); a Dataset, which is returned as it is;
             or a callable without arguments (a function, partial or class) that returns one of these, which worker
             processes call again.
@@ -178,9 +177,6 @@ def open_files(
 def table_kind(source: str | Path) -> tuple[str, str] | None:
     """(address, kind) of a table; None for other files."""
     text = str(source)
-    kind, _, address = text.partition(":")
-    if kind in ("delta", "iceberg"):
-        return address, kind
     suffix = Path(text).suffix.lower()
     if "://" in text and suffix not in ("", ".parquet"):
         fix = "copy it to a disk of the cluster, or store its samples as Parquet"
@@ -196,7 +192,7 @@ def expand(pattern: str | Path) -> list[str | Path]:
     text = str(pattern)
     if text.startswith("file://") and Path(text).suffix.lower() in HDF5:
         pattern = Path(unquote(text.removeprefix("file://")))
-    if isinstance(pattern, str) and ("://" in pattern or pattern.startswith(("delta:", "iceberg:"))):
+    if isinstance(pattern, str) and "://" in pattern:
         return [pattern]
     path = Path(pattern).expanduser()
     if path.exists() or not glob.has_magic(str(path)):

@@ -132,8 +132,8 @@ class TableDataset:
         return {name: np.ascontiguousarray(array, self.fields[name].dtype) for name, array in arrays.items()}
 
     def fingerprint(self) -> str:
-        """A hash of the file listing for a remote or versioned table, else of samples."""
-        if not self.table.is_versioned:
+        """A hash of the file listing for a remote table, else of samples."""
+        if not self.table.is_remote:
             return content_fingerprint(self)
         return listed_fingerprint(self, self.table.address, self.table.origin)
 

@@ -1,7 +1,4 @@
-"""Tables that Arrow reads, by address, split into independently readable parts: row groups of Parquet, or whole files.
-
-Delta and Iceberg tables are opened at one version.
-"""
+"""Tables that Arrow reads, by address, in parts that can be read alone: row groups of Parquet, or whole files."""
 
 from __future__ import annotations
 
@@ -12,16 +9,15 @@ import posixpath
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from hpctrain.config.values import refuse_credentials
 from hpctrain.data.dataset import Dataset
-from hpctrain.data.formats.arrow_values import filtered, require_exact, unified
+from hpctrain.data.formats.arrow_values import require_exact, unified
 from hpctrain.data.formats.away import noticing, patiently
-from hpctrain.errors import MissingExtra, UserError, foreign_errors, requires
+from hpctrain.errors import UserError, requires
 
 BATCH_ROWS = 8192
 CSV_BLOCK_BYTES = 4 * 2**20
@@ -61,7 +57,7 @@ class Table:
     """A snapshot of a table."""
 
     address: str
-    """Opens the same table again, at the same version if it has versions."""
+    """Opens the same table again."""
     schema: Any
     """An Arrow schema."""
     parts: Sequence[TablePart]
@@ -80,113 +76,14 @@ class Table:
             if name in self.clashes:
                 raise UserError(self.clashes[name], "write all files with one type, or name only other columns")
 
-    @property
-    def is_versioned(self) -> bool:
-        """Whether ``origin`` identifies the content."""
-        return self.is_remote or not {"version", "snapshot"}.isdisjoint(self.origin)
-
     def record(self, rows: int) -> dict[str, Any]:
         """Origin, number of rows and schema, for the run's record."""
         return {**self.origin, "rows": rows, "schema": {field.name: str(field.type) for field in self.schema}}
 
 
 def open_table(address: str, kind: str) -> Table:
-    """Open a table: delta, iceberg, or files of another kind; see the function for each."""
-    opener = {"delta": open_delta, "iceberg": open_iceberg}.get(kind, partial(open_files, kind=kind))
-    return patiently(lambda: opener(address))
-
-
-def open_delta(address: str) -> Table:
-    """Open a Delta table.
-
-    Args:
-        address: path or URI, optionally followed by ``@`` and a version number; by default the newest version.
-
-    Raises:
-        UserError: the table or version does not exist, or uses an unsupported feature (deletion vectors).
-    """
-    uri, version = split(address)
-    remote = is_remote(uri)
-    with opening(address, "deltalake"), reading(address, "a Delta table", remote):
-        from deltalake import DeltaTable
-        from pyarrow.fs import SubTreeFileSystem
-
-        store, path = filesystem_of(uri)
-        table = DeltaTable(uri, version=version)
-        files = table.to_pyarrow_dataset(filesystem=SubTreeFileSystem(path, store))
-        origin = {"kind": "delta", "uri": uri, "version": table.version()}
-        return table_of(files, f"delta:{uri}@{table.version()}", origin, remote)
-
-
-def open_iceberg(address: str) -> Table:
-    """Open an Iceberg table, with one part per data file.
-
-    Args:
-        address: ``catalog/namespace.table``, optionally followed by ``@`` and a snapshot ID; by default the newest.
-            pyiceberg reads the catalog's location and credentials from .pyiceberg.yaml or its environment variables.
-
-    Raises:
-        UserError: the catalog, table or snapshot does not exist, or one of its files cannot be read.
-    """
-    where, snapshot_id = split(address)
-    catalog, _, name = where.partition("/")
-    with opening(address, "pyiceberg"), reading(address, "an Iceberg table", True):
-        from pyiceberg.catalog import load_catalog
-        from pyiceberg.expressions import AlwaysTrue
-        from pyiceberg.io.pyarrow import ArrowScan, schema_to_pyarrow
-
-        table = load_catalog(catalog).load_table(name)
-        snapshot = table.current_snapshot() if snapshot_id is None else table.snapshot_by_id(snapshot_id)
-        if snapshot is None:
-            raise UserError(f"{address} has no such snapshot", "name one that it has, or leave it out for the newest")
-        snapshot_id = snapshot.snapshot_id
-        whole = table.scan(snapshot_id=snapshot_id)
-        tasks = sorted(whole.plan_files(), key=lambda task: str(task.file.file_path))
-
-        def part(task: Any) -> TablePart:
-            path, size = task.file.file_path, task.file.file_size_in_bytes
-
-            def scan(columns: Sequence[str], expression: Any) -> Iterator[Any]:
-                chosen = table.scan(snapshot_id=snapshot_id, selected_fields=tuple(columns)).projection()
-                if len(table.io.new_input(path)) != size:
-                    raise UserError(f"{path} has changed since the table's snapshot", "restore the file")
-                for batch in ArrowScan(table.metadata, table.io, chosen, AlwaysTrue()).to_record_batches([task]):
-                    yield from filtered(batch, expression)
-
-            key = f"{path} {size} {[each.file_path for each in task.delete_files]}"
-            return TablePart(path, key, None if task.delete_files else task.file.record_count, scan)
-
-        files = [
-            (each.file_path, each.file_size_in_bytes, "") for task in tasks for each in (task.file, *task.delete_files)
-        ]
-        origin = {
-            "kind": "iceberg",
-            "uri": where,
-            "snapshot": snapshot_id,
-            "files": len(files),
-            "files_sha256": checksum(sorted(set(files))),
-        }
-        schema = schema_to_pyarrow(whole.projection(), include_field_ids=False)
-        remote = any(is_remote(path) for path, _, _ in files)
-        return Table(f"iceberg:{where}@{snapshot_id}", schema, [part(task) for task in tasks], origin, remote)
-
-
-def split(address: str) -> tuple[str, int | None]:
-    """Split an address into table and version; None if it has no version."""
-    table, at, version = address.rpartition("@")
-    return (table, int(version)) if at and version.isdecimal() else (address, None)
-
-
-def opening(address: str, package: str) -> contextlib.AbstractContextManager[None]:
-    """Turn any error of a table library in the body into a UserError; those errors share no base class."""
-
-    def said(error: Exception) -> UserError:
-        if isinstance(error, ImportError):
-            return MissingExtra(package, "lake")
-        fix = "correct the table and its version, and check the connection to it"
-        return UserError(f"{address} cannot be opened: {shortened(error)}", fix)
-
-    return foreign_errors(said)
+    """Open a table of files of this kind; see ``open_files``."""
+    return patiently(lambda: open_files(address, kind))
 
 
 def open_files(address: str, kind: str) -> Table:
@@ -206,7 +103,7 @@ def open_files(address: str, kind: str) -> Table:
         store, path = filesystem_of(address)
         folder = store.get_file_info(path).type == fs.FileType.Directory
         if folder and store.get_file_info(f"{path}/_delta_log").type == fs.FileType.Directory:
-            fix = "pack it with --kind delta, or train on delta:PATH"
+            fix = "write the version that you want as Parquet: deltalake and pyarrow.dataset.write_dataset do so"
             raise UserError(f"{address} is a Delta table, whose files do not all count", fix)
         form = csv_form(address) if kind == "csv" else kind
         files = dataset.dataset(path, filesystem=store, format=form, partitioning="hive" if folder else None)

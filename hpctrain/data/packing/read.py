@@ -27,8 +27,8 @@ KINDS = {
     **dict.fromkeys(SUFFIXES, "text"),
 }
 """Kind by file suffix; a folder holds images. JSON lines are text unless the kind is given as ``json``."""
-TABLES = ("csv", "parquet", "json", "orc", "delta", "iceberg")
-"""Kinds that Arrow reads: files and folders of files, also in object stores, and versioned tables."""
+TABLES = ("csv", "parquet", "json", "orc")
+"""Kinds that Arrow reads: files and folders of files, also in object stores."""
 
 
 def open_source(
@@ -61,8 +61,7 @@ def open_source(
         raise UserError(f"a size is given for {kind}", "leave out --size: it is for images")
     if conditions and kind not in TABLES:
         raise UserError(f"a filter is given for {kind}", "leave out --filter: it is for tables")
-    versioned = kind in ("delta", "iceberg")
-    paths = [Path(source) for source in sources if not versioned and "://" not in source]
+    paths = [Path(source) for source in sources if "://" not in source]
     for path in paths:
         if not path.exists():
             raise UserError(f"{path} does not exist", "correct its path")

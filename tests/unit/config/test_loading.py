@@ -223,7 +223,7 @@ def test_nothing_is_said_where_nothing_gives_way(run_file: Path) -> None:
         "checkpoint: {tiers: {store: {url: 's3://key:hunter2@bucket/x'}}}",
         "checkpoint: {tiers: {store: {url: {at: 's3://key:hunter2@bucket/x'}}}}",
         "checkpoint: {init_from: 'https://server/x?X-Amz-Date=1&X-Amz-Signature=hunter2'}",
-        "task_args: {data: ['delta:https://account/x?sv=2&sig=hunter2']}",
+        "task_args: {data: ['https://account/x?sv=2&sig=hunter2']}",
         "task_args: {data: {train: 'https://server/x?%74oken=hunter2'}}",
         "launch: {stage_in: ['https://server/x?AWSAccessKeyId=hunter2']}",
     ],
@@ -243,7 +243,7 @@ def test_credentials_in_addresses_are_refused_and_not_repeated(
     "address",
     [
         "http://127.0.0.1:9000/x@3",
-        "delta:s3://bucket/table@12",
+        "s3://bucket/table@12",
         "abfss://container@account.dfs.core.windows.net/table",
         "postgresql://somebody@server/db",
         "s3://bucket/a:b/x@1?region=eu&page=2",

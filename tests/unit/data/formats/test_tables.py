@@ -1,9 +1,9 @@
-"""Tables in an object store, and versioned ones: packed as they were at one version, or refused in one sentence."""
+"""Tables in an object store: packed as they are, or refused in one sentence."""
 
 import errno
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,30 +66,6 @@ def in_store(bucket: str) -> str:
     return f"{bucket}/table"
 
 
-@pytest.fixture
-def snapshots(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[int]]:
-    """Of the table ns.rows in the catalog here: half of the rows, all, and without some that were deleted."""
-    pytest.importorskip("pyiceberg", reason="the extra lake is not installed")
-    from pyiceberg.catalog import load_catalog
-    from pyiceberg.utils.concurrent import ExecutorFactory
-    from pyiceberg.utils.config import Config
-
-    monkeypatch.setenv("PYICEBERG_CATALOG__HERE__TYPE", "sql")
-    monkeypatch.setenv("PYICEBERG_CATALOG__HERE__URI", f"sqlite:///{tmp_path}/catalog.db")
-    monkeypatch.setenv("PYICEBERG_CATALOG__HERE__WAREHOUSE", f"file://{tmp_path}/warehouse")
-    monkeypatch.setattr("pyiceberg.catalog._ENV_CONFIG", Config())  # which it reads when it is imported
-    catalog = load_catalog("here")
-    catalog.create_namespace("ns")
-    rows = catalog.create_table("ns.rows", table(slice(0, 0)).schema)
-    rows.append(table(slice(0, 500)))
-    rows.append(table(slice(500, 1000)))
-    rows.delete("id < 10")
-    yield [entry.snapshot_id for entry in rows.history()]
-    ExecutorFactory.get_or_create().shutdown()
-    ExecutorFactory._instance = None
-    catalog.close()
-
-
 def pack(*words: object) -> int:
     return main(["data", "pack", *map(str, words)])
 
@@ -106,58 +82,6 @@ def test_a_folder_in_an_object_store(in_store: str) -> None:
     assert ids("a.h5") == list(range(10, 1000))
     (source,) = packed_notes("a.h5")["sources"]
     assert (source["uri"], source["files"], source["rows"]) == (in_store, 2, 990)
-
-
-class TestDelta:
-    @pytest.fixture(params=["folder", "store"])
-    def uri(self, request: pytest.FixtureRequest) -> str:
-        """Of a table of three versions: half of the rows, all of them, and other ones."""
-        deltalake = pytest.importorskip("deltalake", reason="the extra lake is not installed")
-        uri = "delta" if request.param == "folder" else f"{request.getfixturevalue('bucket')}/delta"
-        deltalake.write_deltalake(uri, table(slice(0, 500)))
-        deltalake.write_deltalake(uri, table(slice(500, 1000)), mode="append")
-        deltalake.write_deltalake(uri, table(slice(3, 5)), mode="overwrite")
-        return uri
-
-    def test_a_version(self, uri: str) -> None:
-        for version, expected in [(0, range(500)), (1, range(1000)), (2, range(3, 5)), (None, range(3, 5))]:
-            which = [] if version is None else ["--version", version]
-            assert pack(uri, "--kind", "delta", *which, "-o", "a.h5", "--force") == 0
-            assert sorted(ids("a.h5")) == list(expected)
-            assert packed_notes("a.h5")["sources"][0]["version"] == (2 if version is None else version)
-
-    def test_what_is_not_there(self, capsys: pytest.CaptureFixture[str]) -> None:
-        pytest.importorskip("deltalake", reason="the extra lake is not installed")
-        assert pack("absent", "--kind", "delta", "-o", "a.h5") == 64
-        assert "absent cannot be opened" in capsys.readouterr().err
-        assert pack("absent", "--kind", "delta", "-o", "a.h5", "--snapshot", 3) == 64
-        assert "--snapshot is given for delta" in capsys.readouterr().err
-
-
-class TestIceberg:
-    def test_a_snapshot(self, snapshots: list[int]) -> None:
-        words = ["ns.rows", "--kind", "iceberg", "--catalog", "here", "-o", "a.h5", "--force"]
-        for which, expected in [(0, range(500)), (1, range(1000)), (-1, range(10, 1000))]:
-            assert pack(*words, "--snapshot", snapshots[which]) == 0
-            assert sorted(ids("a.h5")) == list(expected)
-            assert packed_notes("a.h5")["sources"][0]["snapshot"] == snapshots[which]
-        assert pack(*words, "--filter", "id in 12, 700", "--columns", "id,x") == 0
-        assert sorted(ids("a.h5")) == [12, 700]
-        assert packed_notes("a.h5")["sources"][0]["snapshot"] == snapshots[-1]
-
-    def test_what_is_not_there(self, snapshots: list[int], capsys: pytest.CaptureFixture[str]) -> None:
-        assert pack("ns.no", "--kind", "iceberg", "--catalog", "here", "-o", "a.h5") == 64
-        assert "here/ns.no cannot be opened" in capsys.readouterr().err
-        assert pack("ns.rows", "--kind", "iceberg", "--catalog", "here", "--snapshot", 5, "-o", "a.h5") == 64
-        assert "has no such snapshot" in capsys.readouterr().err
-
-
-def test_a_library_that_is_missing_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "deltalake", None)
-    assert pack("delta", "--kind", "delta", "-o", "a.h5") == 64
-    assert 'pip install "hpctrain[lake]"' in capsys.readouterr().err
 
 
 def batches(dataset: Dataset, rank: int, size: int, first: int = 0, **options: object) -> list[dict[str, np.ndarray]]:
@@ -187,30 +111,19 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.usefixtures("cache")
 class TestTrainedOnDirectly:
-    @pytest.fixture(params=["store", "folder", "delta", "iceberg"])
+    @pytest.fixture(params=["store", "folder"])
     def source(self, request: pytest.FixtureRequest) -> str:
         """A table of 1000 rows."""
         if request.param == "store":
             return str(request.getfixturevalue("in_store"))
-        if request.param == "folder":
-            Path("rows/day=1").mkdir(parents=True)
-            Path("rows/day=2").mkdir()
-            write(f"file://{Path('rows/day=1/a.parquet').absolute()}", slice(0, 300))
-            write(f"file://{Path('rows/day=2/a.parquet').absolute()}", slice(300, 1000))
-            return "rows"
-        if request.param == "delta":
-            deltalake = pytest.importorskip("deltalake", reason="the extra lake is not installed")
-            uri = f"{request.getfixturevalue('bucket')}/delta"
-            deltalake.write_deltalake(uri, table(slice(0, 1000)))
-            deltalake.write_deltalake(uri, table(slice(0, 1000)), mode="append")
-            return f"delta:{uri}@0"
-        return f"iceberg:here/ns.rows@{request.getfixturevalue('snapshots')[1]}"
+        Path("rows/day=1").mkdir(parents=True)
+        Path("rows/day=2").mkdir()
+        write(f"file://{Path('rows/day=1/a.parquet').absolute()}", slice(0, 300))
+        write(f"file://{Path('rows/day=2/a.parquet').absolute()}", slice(300, 1000))
+        return "rows"
 
     def test_samples_are_those_of_the_packed_file(self, source: str) -> None:
-        kind, _, address = (
-            source.partition(":") if source.startswith(("delta:", "iceberg:")) else ("parquet", "", source)
-        )
-        write_hdf5("a.h5", from_table(open_table(address, kind), {"x": ("x",), "id": ("id",)}))
+        write_hdf5("a.h5", from_table(open_table(source, "parquet"), {"x": ("x",), "id": ("id",)}))
         packed, direct = open_dataset("a.h5"), open_dataset(source, ["x", "id"])
         assert len(direct) == 1000 and dict(direct.fields) == dict(packed.fields)
         for rank, size in [(0, 1), (0, 2), (1, 2)]:
@@ -227,32 +140,21 @@ class TestTrainedOnDirectly:
         samples = dataset.read(np.array([999, 3]))
         assert samples["id"].tolist() == [999, 3] and np.allclose(samples["y"], X[[999, 3]].sum(axis=1))
 
-    def test_another_version_has_another_fingerprint(self, bucket: str) -> None:
-        deltalake = pytest.importorskip("deltalake", reason="the extra lake is not installed")
-        uri = f"{bucket}/delta"
-        deltalake.write_deltalake(uri, table(slice(0, 500)))
-        before = open_dataset(f"delta:{uri}").fingerprint()
-        assert before == open_dataset(f"delta:{uri}@0").fingerprint() and before.startswith(f"delta:{uri}@0 ")
-        deltalake.write_deltalake(uri, table(slice(500, 1000)), mode="append")
-        after = open_dataset(f"delta:{uri}").fingerprint()
-        assert after.startswith(f"delta:{uri}@1 ") and open_dataset(f"delta:{uri}@0").fingerprint() == before
-
-    def test_a_resume_names_both_versions(self, bucket: str) -> None:
-        deltalake = pytest.importorskip("deltalake", reason="the extra lake is not installed")
-        uri, config = f"{bucket}/delta", {"seed": 0}
-        for version, rows in enumerate([slice(0, 500), slice(0, 600)]):
-            deltalake.write_deltalake(uri, table(rows), mode="overwrite")
-            assert pack(uri, "--kind", "delta", "-o", f"{version}.h5") == 0
-        for sources in [("0.h5", "1.h5"), (f"delta:{uri}@0", f"delta:{uri}@1")]:
+    def test_another_table_has_another_fingerprint_and_a_resume_names_both(self, bucket: str) -> None:
+        uris, config = [f"{bucket}/{name}" for name in ("first", "second")], {"seed": 0}
+        for uri, rows in zip(uris, [slice(0, 500), slice(0, 600)], strict=True):
+            write(f"{uri}/a.parquet", rows)
+            assert pack(uri, "--kind", "parquet", "-o", f"{Path(uri).name}.h5") == 0
+        for sources in [("first.h5", "second.h5"), tuple(uris)]:
             datasets = [open_dataset(source) for source in sources]
             saved, now = (identity_of(config, 8, each.fingerprint(), sources_of(each)) for each in datasets)
             refuse_changes(saved, saved, "step-3")
             (source,) = now["data_sources"]
-            assert (source["version"], source["rows"], source["schema"]["id"]) == (1, 600, "int64")
+            assert (source["uri"], source["rows"], source["schema"]["id"]) == (uris[1], 600, "int64")
             assert len(source["files_sha256"]) == 64 and source.get("packed") == (
                 Path(sources[1]).name if "h5" in sources[1] else None
             )
-            with pytest.raises(UserError, match=rf"made from delta:{uri}@0, and now from delta:{uri}@1"):
+            with pytest.raises(UserError, match=rf"made from {uris[0]}, and now from {uris[1]}"):
                 refuse_changes(saved, now, "step-3")
         assert sources_of(open_dataset({"x": X})) == []
 
@@ -344,13 +246,6 @@ def disk_of(num_bytes: int) -> Callable[[Path], Usage]:
     return lambda folder: Usage(num_bytes - sum(512 * path.stat().st_blocks for path in folder.glob("[0-9a-f]*.block")))
 
 
-def opened_remotely(use: Callable[[], Any], address: str) -> tables.Table:
-    """A table of a library that calls ``use`` first."""
-    with tables.opening(address, "package"), tables.reading(address, "parquet", remote=True):
-        use()
-    return tables.open_files(address, "parquet")
-
-
 class TestFaults:
     """Of the store: retried, or one sentence; never other samples."""
 
@@ -382,9 +277,8 @@ class TestFaults:
         assert says in said
         assert "secret-of-somebody" not in said and not Path("a.h5").exists()
 
-    @pytest.mark.parametrize("kind", ["parquet", "delta", "iceberg"])
     def test_a_run_waits_for_a_store_that_is_away_when_it_starts(
-        self, kind: str, in_store: str, monkeypatch: pytest.MonkeyPatch
+        self, in_store: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         real, tries = tables.filesystem_of, []
 
@@ -392,15 +286,11 @@ class TestFaults:
             tries.append(address)
             if len(tries) < 3:
                 raise OSError("curlCode: 7, Couldn't connect to server")
-            return real(in_store)
+            return real(address)
 
         monkeypatch.setattr("hpctrain.data.formats.away.PAUSES_S", (0.0, 0.0))
-        opener = {"delta": "open_delta", "iceberg": "open_iceberg"}.get(kind, "filesystem_of")
-        if kind == "parquet":
-            monkeypatch.setattr(tables, opener, away)
-        else:
-            monkeypatch.setattr(tables, opener, lambda address: opened_remotely(lambda: away(address), in_store))
-        assert len(open_table(in_store, kind).parts) > 0
+        monkeypatch.setattr(tables, "filesystem_of", away)
+        assert len(open_table(in_store, "parquet").parts) > 0
         assert len(tries) == 3
 
     def test_a_table_that_is_rewritten_during_a_run(self, in_store: str, cache: Path) -> None:
