@@ -18,7 +18,7 @@ from tests.support.mpi import PATIENCE_S
 ROOT = Path(__file__).parents[2]
 
 
-ONE_OF_A_KIND = {"train-fp16", "exchange-device-4", "plan-grid-4", "plan-parameters-2"}
+ONE_OF_A_KIND = {"train-fp16", "exchange-device-2", "plan-parameters-2"}
 """Other rows of their kinds call the same functions; test_plans.py shows that plans are exact on CPUs."""
 TRIED = [
     name
