@@ -18,13 +18,14 @@ from torch.optim import SGD, Optimizer
 
 from hpctrain.backends.named_state import load_tensors, plain_name, refuse_unplaced
 from hpctrain.backends.torch.state.optimizer import OptimizerPart
-from hpctrain.backends.torch.state.tensors import ADDED_KEYS, TorchTensor, added_keys, digest, module_tensors, tensor_of
+from hpctrain.backends.torch.state.tensors import ADDED_KEYS, TorchTensor, added_keys, digest, module_tensors
+from hpctrain.backends.torch.state.torch_leaves import TorchLeaves
 from hpctrain.errors import UserError
 from hpctrain.system.user_errors import words
 from hpctrain.train.seeds import derive
 from hpctrain.train.state import Placement, StateTensor
 from hpctrain.train.stateful import Stateful, value_of
-from hpctrain.train.tree import HostLeaves, Leaves, tree_tensors, tree_value
+from hpctrain.train.tree import Leaves, tree_tensors, tree_value
 from hpctrain.train.walk_objects import own_attributes, putting_back, reached
 
 PLAIN_MODULE = frozenset(vars(Module())) - {"_modules"}
@@ -278,8 +279,6 @@ def stateful_name(root: Root, path: str, holder: Any) -> str:
 
 
 GENERATORS = (torch.Generator, np.random.Generator, random.Random)
-HOST, DEVICE = "host", "device"
-"""Device of a tensor, in its kind."""
 
 
 @dataclass(frozen=True)
@@ -378,37 +377,6 @@ def extra_tensors(modules: Iterable[tuple[str, Any]], leaves: Leaves) -> list[St
             name, module.get_extra_state(), Placement.RANK, leaves, f"the extra state of {type(module).__name__}"
         )
     ]
-
-
-class TorchLeaves(HostLeaves):
-    """HostLeaves plus tensors.
-
-    Args:
-        device: device of tensors that were not on the host.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def kind(self, value: Any) -> str | None:
-        if not isinstance(value, Tensor):
-            return super().kind(value)
-        if value.layout is not torch.strided or value.is_quantized:
-            return None
-        place = HOST if value.device.type == "cpu" else DEVICE
-        return f"{place} uint16" if value.dtype == torch.uint16 else place  # stored like bfloat16
-
-    def tensor(self, name: str, value: Any, placement: Placement) -> StateTensor:
-        return (
-            TorchTensor(name, value, placement) if isinstance(value, Tensor) else super().tensor(name, value, placement)
-        )
-
-    def value(self, kind: str, array: NDArray[Any]) -> Any:
-        place, _, dtype = kind.partition(" ")
-        if place not in (HOST, DEVICE):
-            return super().value(kind, array)
-        tensor = torch.from_numpy(np.array(array)) if dtype else tensor_of(array)
-        return tensor.to(self.device if place == DEVICE else "cpu")
 
 
 def below(name: str, arrays: Mapping[str, NDArray[Any]], taken: set[str]) -> dict[str, NDArray[Any]]:
