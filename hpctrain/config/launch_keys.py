@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Literal
 
-from hpctrain.config.section import AboveZero, Natural, Positive, Section, WrongValue
+from hpctrain.config.section import AboveZero, Natural, NotNegative, Positive, Section, WrongValue
 from hpctrain.errors import UserError
 
 
@@ -98,7 +98,7 @@ class LaunchConfig(Section, key="launch"):
     machine."""
     ticket: str | None = None
     """For runners: file by which hpctrain node finds this run; by default HPCTRAIN_NODE_KEY and _ADDRESS are used."""
-    node_wait_s: float = 600.0
+    node_wait_s: NotNegative = 600.0
     """Longest wait in seconds for the nodes of runners to join, and for lost hosts to return if too few are left."""
     hosts: tuple[str, ...] = ()
     """Machines on which hpctrain run starts the ranks, without a scheduler; by default only this one."""

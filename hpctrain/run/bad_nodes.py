@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from hpctrain.run.last_words import Ending, LastWord
 from hpctrain.run.verdict import RunVerdict
 from hpctrain.system import safe_read
 from hpctrain.system.files import append_bytes, make_private, writing
-from hpctrain.system.json_shape import is_time, maker, sound
+from hpctrain.system.json_shape import LATEST, is_time, maker, sound
 
 FILE = "bad-nodes.jsonl"
 HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -91,6 +92,11 @@ def exclude(nodes: BadNodes, new: BadNode, now: float) -> bool:
         return False
     nodes.add(new)
     return True
+
+
+def in_hours(hours: float) -> float:
+    """Returns the Unix time in so many hours, perhaps infinitely many; a list holds finite times only."""
+    return min(time.time() + 3600 * hours, LATEST / 2)
 
 
 def of_run(run: RunDir) -> BadNodes:

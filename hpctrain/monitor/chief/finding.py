@@ -187,11 +187,10 @@ class Watched:
 
     def exclude(self, host: str, why: str) -> bool:
         """Excludes a host from later attempts; whether it was not excluded yet. Says so if that cannot be written."""
-        now = time.time()
-        until = now + 3600 * self.config.exclude_hours
+        until = bad_nodes.in_hours(self.config.exclude_hours)
         entry = bad_nodes.BadNode(host, until, self.attempt, why, str(self.folder.path))
         try:
-            return bad_nodes.exclude(bad_nodes.of_run(self.folder), entry, now)
+            return bad_nodes.exclude(bad_nodes.of_run(self.folder), entry, time.time())
         except RunFailed as error:
             self.say(f"the monitor cannot exclude {host}: {error.what}", False)
             return False

@@ -47,7 +47,7 @@ def note_culprit(config: Config, run: RunDir) -> None:
 def note(config: Config, run: RunDir, host: str, reason: str, attempt: int) -> None:
     """Puts a node on the run's list; if that fails, only reports it."""
     hours = config.monitor.exclude_hours
-    entry = bad_nodes.BadNode(host, time.time() + 3600 * hours, attempt, reason, str(run.path))
+    entry = bad_nodes.BadNode(host, bad_nodes.in_hours(hours), attempt, reason, str(run.path))
     if config.launch.slurm.bad_nodes != "off" and _add(bad_nodes.of_run(run), entry):
         say(f"{entry.node} is excluded at the next start, for {hours:g} h: {reason} (hpctrain nodes shows and clears)")
 

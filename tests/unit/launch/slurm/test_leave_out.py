@@ -98,3 +98,9 @@ def test_a_preflight_blames_nodes_only_where_others_passed() -> None:
     assert of_nodes(everywhere, {0: "n1", 1: "n2"}) == []
     assert of_nodes([dataclasses.replace(problem, fatal=False)], {0: "n1", 1: "n2"}) == []
     assert of_nodes([dataclasses.replace(problem, launcher=True)], {0: "n1", 1: "n2"}) == []
+
+
+@pytest.mark.parametrize("hours", [float("inf"), 1e9])
+def test_a_node_may_be_left_out_forever(run: RunDir, hours: float) -> None:
+    leave_out.note(dataclasses.replace(config("run"), monitor=MonitorConfig(exclude_hours=hours)), run, "n2", "slow", 1)
+    assert leave_out.option(config("run"), run) == ["--exclude=n9,n2"]
