@@ -69,7 +69,7 @@ class Desk:
             RunFailed: they did not connect within ``patience_s``.
         """
         with self.changed:
-            in_time = self.changed.wait_for(lambda: len(self.links) >= count, patience_s)
+            in_time = self.changed.wait_for(lambda: len(self.links) >= count, min(patience_s, threading.TIMEOUT_MAX))
             names = list(self.links)
         if not in_time:
             what = f"{len(names)} of {count} nodes have joined within {patience_s:.0f} s"

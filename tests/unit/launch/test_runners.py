@@ -358,3 +358,8 @@ def test_a_terminated_node_takes_its_commands_along(opened: Desk, tmp_path: Path
             os.kill(started.pid, signal.SIGTERM)
             assert started.wait(PATIENCE_S) == 128 + signal.SIGTERM and asking.wait(PATIENCE_S) == 255
             wait_for("end", lambda: not psutil.pid_exists(pid))
+
+
+def test_nodes_may_be_waited_for_without_a_limit(opened: Desk, tmp_path: Path) -> None:
+    with node(ticket_of(opened), tmp_path):
+        assert opened.wait_for(1, float("inf")) == [HOST]
