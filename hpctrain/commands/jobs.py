@@ -187,25 +187,27 @@ def stop(args: argparse.Namespace) -> int:
 
     A new attempt forgets older requests, so a running job that does not yet hold the run folder would not see ours.
     """
-    said, text = [], []
-    for run in runs_of(args.target):
-        holder = live_lock.at_work(run)
-        if holder is not None:  # needs no scheduler, and may be in an allocation that is not a job of the run
-            request_stop(run)
-        try:
-            entries = [] if holder is not None and holder.job is None else schedulers.alive(run)
-        except RunFailed as error:
-            if holder is None:
-                raise
-            entries, silence = [], f"; jobs that wait are not cancelled: {error.what}"
-        else:
-            silence = ""
-        waiting = [entry.id for entry in entries if entry.state in WAITING or holder is None]
-        running = [entry.id for entry in entries if entry.id not in waiting]
-        if waiting:
-            has = schedulers.of_run(run)
-            waiting, others = has.end([(run, waiting)])
-            text += others
+    holders = {run: live_lock.at_work(run) for run in runs_of(args.target)}
+    for run in (run for run, holder in holders.items() if holder is not None):
+        request_stop(run)  # needs no scheduler, and the holder may be in an allocation that is not a job of the run
+    asked, silence = [run for run, holder in holders.items() if holder is None or holder.job is not None], ""
+    try:
+        entries = dict(zip(asked, schedulers.alive(asked), strict=True))
+    except RunFailed as error:
+        if None in holders.values():
+            raise
+        entries, silence = {}, f"; jobs that wait are not cancelled: {error.what}"
+    alive = {run: [each.id for each in entries.get(run, ())] for run in holders}
+    idle = {
+        run: [each.id for each in entries.get(run, ()) if each.state in WAITING or holder is None]
+        for run, holder in holders.items()
+    }
+    has = schedulers.of_run(next(iter(holders)))
+    ended, text = has.end(list(idle.items())) if any(idle.values()) else ([], [])
+    said = []
+    for run, holder in holders.items():
+        running = [job for job in alive[run] if job not in idle[run]]
+        waiting = [job for job in idle[run] if job in ended]
         is_command = bool((run_config(run.run_yaml).get("launch") or {}).get("command"))
         if waiting:
             saves = "whose ranks save first if they run" if has.ends_gently else "which has nothing to save"
@@ -231,7 +233,7 @@ def runs_of(target: str) -> list[RunDir]:
     except UserError:
         gone = resolve_run.folder(target) if Path(target).exists() else RunDir(Path(target).absolute())
         with contextlib.suppress(HpctrainError):
-            if schedulers.alive(gone):
+            if schedulers.alive([gone])[0]:
                 return [gone]
         raise
 
@@ -256,8 +258,8 @@ def request_stop(run: RunDir) -> None:
 def cancel(args: argparse.Namespace) -> int:
     """Ends the run's jobs now; saved checkpoints stay."""
     runs = runs_of(args.target)
-    has = schedulers.of_run(runs[0])
-    ids, left = has.end([(run, [entry.id for entry in schedulers.alive(run)]) for run in runs])
+    alive = zip(runs, schedulers.alive(runs), strict=True)
+    ids, left = schedulers.of_run(runs[0]).end([(run, [entry.id for entry in entries]) for run, entries in alive])
     said = {"cancelled": ids, "left_alone": left}
     answer(args.json, said, [f"cancelled job {', '.join(ids)}"] * bool(ids) + left or ["no job runs or waits"])
     return ExitCode.DONE

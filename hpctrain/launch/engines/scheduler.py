@@ -64,13 +64,13 @@ class Scheduler(Protocol):
             RunFailed: the scheduler does not answer.
         """
 
-    def unrecorded(self, run: RunDir, timeout_s: float = TIMEOUT_S) -> Sequence[str]:
-        """Returns live jobs of the run that are not recorded in its folder, if the scheduler can find them.
+    def unrecorded(self, runs: Sequence[RunDir], timeout_s: float = TIMEOUT_S) -> Sequence[Sequence[str]]:
+        """Returns for each run its live jobs that are not recorded in its folder, if the scheduler can find them.
 
         Raises:
             RunFailed: the scheduler does not answer.
         """
-        return ()
+        return [()] * len(runs)
 
     def end(self, jobs: Sequence[tuple[RunDir, Sequence[str]]]) -> tuple[list[str], list[str]]:
         """Ends jobs of runs; returns them, and a sentence about each job that is not the run's own.
@@ -80,12 +80,18 @@ class Scheduler(Protocol):
         """
 
 
-def alive(scheduler: Scheduler, run: RunDir, recorded_only: bool = False) -> list[QueueEntry]:
-    """Returns the run's jobs that are waiting or running."""
-    jobs = [each.job for each in submissions(run, scheduler.name)]
-    jobs += [] if recorded_only else scheduler.unrecorded(run)
-    found = scheduler.states([jobs], TIMEOUT_S, ended=False) if jobs else {}
-    return [entry for entry in found.values() if entry.state in ALIVE]
+def alive(scheduler: Scheduler, runs: Sequence[RunDir], recorded_only: bool = False) -> list[list[QueueEntry]]:
+    """Returns for each run its jobs that are waiting or running; asks the scheduler once about all of them."""
+    jobs = [[each.job for each in submissions(run, scheduler.name)] for run in runs]
+    if not recorded_only:
+        jobs = [[*known, *others] for known, others in zip(jobs, scheduler.unrecorded(runs), strict=True)]
+    found = scheduler.states(jobs, TIMEOUT_S, ended=False) if any(jobs) else {}
+    entries = [entry for entry in found.values() if entry.state in ALIVE]
+    # An array's number gives its elements.
+    return [
+        [entry for entry in entries if not own.isdisjoint((entry.id, entry.id.partition("_")[0]))]
+        for own in map(set, jobs)
+    ]
 
 
 @contextlib.contextmanager
@@ -99,7 +105,7 @@ def to_submit(scheduler: Scheduler, run: RunDir, own_job: str | None = None) -> 
     """
     run.create()
     with LiveLock(run, myself(), TO_SUBMIT).held():
-        for entry in alive(scheduler, run):
+        for entry in alive(scheduler, [run])[0]:
             if entry.id != own_job:
                 fix = "wait for it, end it with hpctrain cancel, or give the new run another name"
                 raise UserError(f"job {entry.id} of {run.path} is {entry.state} already", fix)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from hpctrain.config.sections import Config, LaunchConfig
 from hpctrain.errors import RunFailed, UserError
@@ -46,14 +46,14 @@ def as_submitted(config: Config, run: RunDir) -> Config:
     return dataclasses.replace(config, launch=launch)
 
 
-def alive(run: RunDir) -> list[QueueEntry]:
-    """Returns the run's jobs that are waiting or running."""
-    return scheduler.alive(of_run(run), run)
+def alive(runs: Sequence[RunDir]) -> list[list[QueueEntry]]:
+    """Returns for each of these runs, which have one scheduler, its jobs that are waiting or running."""
+    return scheduler.alive(of_run(runs[0]), runs) if runs else []
 
 
 def goes_on(run: RunDir) -> bool:
     """Whether a job of the run is waiting or running. True if the scheduler does not answer: callers poll again."""
     try:
-        return bool(scheduler.alive(of_run(run), run, recorded_only=True))
+        return bool(scheduler.alive(of_run(run), [run], recorded_only=True)[0])
     except RunFailed:
         return True

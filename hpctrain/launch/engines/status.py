@@ -172,7 +172,7 @@ def jobs_of(run: RunDir) -> list[str]:
     jobs = [each.job for each in submissions(run, schedulers.engine_of(run))]
     with contextlib.suppress(HpctrainError):
         if not jobs and not run.has_begun:
-            return [*schedulers.of_run(run).unrecorded(run, client.ANSWER_S)]
+            return [*schedulers.of_run(run).unrecorded([run], client.ANSWER_S)[0]]
     return jobs
 
 

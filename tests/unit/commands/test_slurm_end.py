@@ -25,7 +25,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """A run with one running and one waiting job."""
     entries = [QueueEntry(*each, "", "", "", "", "", "") for each in (("7", "RUNNING"), ("8", "PENDING"))]
     monkeypatch.setattr(client, "find", lambda name: name)
-    monkeypatch.setattr(schedulers, "alive", lambda run: entries)
+    monkeypatch.setattr(schedulers, "alive", lambda runs: [entries for _ in runs])
     monkeypatch.setattr(client, "origin", lambda job: client.Origin("r", f"{tmp_path}/job.sbatch", "/", ""))
     (tmp_path / "jobs.jsonl").touch()
     return RunDir(tmp_path)

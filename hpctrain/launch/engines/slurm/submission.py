@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import re
 import shutil
@@ -83,12 +84,12 @@ class Slurm(Scheduler):
         forgotten = [each[-1] for each in jobs if each and not any(job in found for job in each)]
         return found | {entry.id: entry for entry in client.accounted(forgotten, timeout_s)}
 
-    def unrecorded(self, run: RunDir, timeout_s: float = client.TIMEOUT_S) -> Sequence[str]:
+    def unrecorded(self, runs: Sequence[RunDir], timeout_s: float = client.TIMEOUT_S) -> Sequence[Sequence[str]]:
         """See ``unrecorded``."""
-        try:
-            return unrecorded(run, timeout_s) if shutil.which("squeue") else ()
-        except client.Unconfigured:
-            return ()
+        with contextlib.suppress(client.Unconfigured):
+            if shutil.which("squeue"):
+                return unrecorded(runs, timeout_s)
+        return super().unrecorded(runs)
 
     def end(self, jobs: Sequence[tuple[RunDir, Sequence[str]]]) -> tuple[list[str], list[str]]:
         """Ends jobs with scancel."""
@@ -225,28 +226,31 @@ def send(run: RunDir, options: Sequence[str]) -> str:
         return client.submit(run.path / SCRIPT, options)
     except client.Unanswered:
         with contextlib.suppress(RunFailed):
-            if found := unrecorded(run):
+            if found := unrecorded([run])[0]:
                 return found[-1].partition("_")[0]
         raise
 
 
-def unrecorded(run: RunDir, timeout_s: float = client.TIMEOUT_S) -> list[str]:
-    """Returns the run's live jobs that jobs.jsonl does not hold, by their script.
+def unrecorded(runs: Sequence[RunDir], timeout_s: float = client.TIMEOUT_S) -> list[list[str]]:
+    """Returns for each run its live jobs that jobs.jsonl does not hold, by their script.
 
     sbatch answered too late, the script was submitted by hand, or the run folder was deleted.
     """
-    known = {each.job for each in submissions(run)}
-    return [
-        job
-        for job, (state, command) in client.own_scripts(timeout_s).items()
-        if state in ALIVE and known.isdisjoint((job, job.partition("_")[0])) and has_script(run, job, command)
-    ]
+    scripts = {job: Path(command) for job, (state, command) in client.own_scripts(timeout_s).items() if state in ALIVE}
+    same = functools.cache(_same)  # all elements of an array have one script
+
+    def of(run: RunDir) -> list[str]:
+        known = {each.job for each in submissions(run)}
+        others = {job: script for job, script in scripts.items() if known.isdisjoint((job, job.partition("_")[0]))}
+        return [job for job, script in others.items() if has_script(run, job, script, same)]
+
+    return list(map(of, runs))
 
 
-def has_script(run: RunDir, job: str, command: str) -> bool:
-    """Whether a job's command is the run's script; that of an array is in the folder above its elements."""
-    script, folders = Path(command), [run.path, *([run.path.parent] if is_element(run, job) else [])]
-    return script.name == SCRIPT and any(_same(script.parent, folder) for folder in folders)
+def has_script(run: RunDir, job: str, script: Path, same: Callable[[Path, Path], bool]) -> bool:
+    """Whether a job's script is the run's; that of an array is in the folder above its elements."""
+    folders = [run.path, *([run.path.parent] if is_element(run, job) else [])]
+    return script.name == SCRIPT and any(same(script.parent, folder) for folder in folders)
 
 
 def apart(run: RunDir, ids: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -276,7 +280,7 @@ def is_of(run: RunDir, job: str, origin: client.Origin) -> bool:
     folders = [run.path]
     if is_element(run, job):  # an array's logs are in the folder above its elements
         folders.append(run.path.parent)
-    if has_script(run, job, origin.command):
+    if has_script(run, job, Path(origin.command), _same):
         return True
     log = Path(origin.output)
     if log.parent.name == LOGS and any(_shown_as(folder, log.parent.parent) for folder in folders):

@@ -144,10 +144,9 @@ def test_elements_of_an_array_are_found_by_the_script_above_them(
     jobs = {"12_3": "PENDING", "12_4": "RUNNING", "11_3": "COMPLETED"}
     scripts = {job: (state, f"{tmp_path}/job.sbatch") for job, state in jobs.items()}
     monkeypatch.setattr(client, "own_scripts", lambda timeout_s: scripts)
-    assert submission.unrecorded(RunDir(tmp_path / "3")) == ["12_3"]
-    assert submission.unrecorded(RunDir(tmp_path)) == ["12_3", "12_4"]
+    assert submission.unrecorded([RunDir(tmp_path / "3"), RunDir(tmp_path)]) == [["12_3"], ["12_3", "12_4"]]
     record(RunDir(tmp_path), Submitted("12", 0.0, "/"))
-    assert submission.unrecorded(RunDir(tmp_path)) == []
+    assert submission.unrecorded([RunDir(tmp_path)]) == [[]]
 
 
 @pytest.mark.parametrize("target", ["r.yaml", "runs/r"])

@@ -379,6 +379,21 @@ def test_slurm_is_asked_once_for_all_elements_of_an_array(tmp_path: Path, slurm:
     assert (slurm / "asked").read_text().splitlines() == ["2"], "one word for thousands of elements"
 
 
+@pytest.mark.parametrize("command", ["cancel", "stop"])
+def test_slurm_is_asked_once_about_an_array_that_is_to_end(
+    tmp_path: Path, slurm: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended: list[list[str]] = []
+    for index in (0, 1, 3):
+        submitted(tmp_path / "array" / str(index), f"2_{index}")
+    monkeypatch.setattr(client, "find", lambda name: name)
+    monkeypatch.setattr(client, "cancel", lambda jobs: ended.append(list(jobs)))
+    monkeypatch.setattr(client, "origin", lambda job: client.Origin("r", f"{tmp_path}/array/job.sbatch", "/", ""))
+    assert main([command, str(tmp_path / "array")]) == ExitCode.DONE
+    assert (slurm / "asked").read_text().splitlines() == ["2_0,2_1,2_3"]
+    assert ended == [["2_0", "2_1"]] and "2_1" in capsys.readouterr().out
+
+
 def test_the_living_job_is_shown_before_the_newest(tmp_path: Path, slurm: Path) -> None:
     run = submitted(tmp_path, "9")
     jobs.record(run, jobs.Submitted("10", 0.0, "/"))
