@@ -95,7 +95,7 @@ def exclude(nodes: BadNodes, new: BadNode, now: float) -> bool:
 
 
 def in_hours(hours: float) -> float:
-    """Returns the Unix time in so many hours, perhaps infinitely many; a list holds finite times only."""
+    """Returns the Unix time in a number of hours, which may be infinite; a list holds finite times only."""
     return min(time.time() + 3600 * hours, LATEST / 2)
 
 
