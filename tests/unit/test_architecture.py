@@ -64,7 +64,7 @@ TOKENS: dict[str, int] = {
     "reduce": 11965,
     "train": 14467,
     "tasks": 7308,
-    "backends": 121994,
+    "backends": 122072,
     "checkpoint": 51858,
     "monitor": 32633,
     "track": 6576,

@@ -135,6 +135,8 @@ class FlatGradients:
                 gradient = densify(self.names[index], gradient, self.sparse)
             is_sent = self.last_backward and self.is_under_way
             if self.filled[index]:
+                if self.lent:
+                    self.lent.put_back(self.layout.offsets[index], view)
                 view.add_(gradient)
             elif not (is_sent and self.lent and self.lent.lend(self.layout.offsets[index], gradient, view)):
                 view.copy_(gradient)

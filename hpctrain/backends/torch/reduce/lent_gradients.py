@@ -32,6 +32,11 @@ class LentGradients:
         self.held[begin] = gradient.as_strided((gradient.numel(),), (1,))
         return True
 
+    def put_back(self, begin: int, view: Tensor) -> None:
+        """Copies the gradient that belongs at ``begin``, if it was lent, into ``view`` there: more is to be added."""
+        if (gradient := self.held.pop(begin, None)) is not None:
+            view.copy_(gradient.as_strided(view.size(), view.stride()))
+
     def terms(self, begin: int, message: Tensor) -> Tensor:
         """What this rank adds to the message that begins at ``begin``.
 

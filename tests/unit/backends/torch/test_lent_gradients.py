@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from hpctrain.backends.torch.reduce.gradients import FlatGradients
 from hpctrain.backends.torch.reduce.lent_gradients import LentGradients
 from hpctrain.reduce.flat_layout import plan
 
@@ -55,3 +56,18 @@ def test_what_does_not_fit_is_left() -> None:
     view = flat[64:104].view(8, 5)
     assert not lender.lend(64, torch.zeros(5, 8).t(), view)  # another memory order
     assert not lender.lend(64, torch.zeros(8, 5, dtype=torch.float64), view)
+
+
+def test_a_gradient_that_grows_after_it_was_lent_is_sent_whole() -> None:
+    """Reentrant checkpoints run several backward passes in one, and so may a loop without overlap."""
+    layer = torch.nn.Linear(8, 5, bias=False)
+    layout = plan([40], None, 16)
+    flat = torch.full((layout.length,), -1.0)
+    lender = LentGradients(layout, 20)
+    gradients = FlatGradients([("weight", layer.weight)], flat, layout, lambda bucket: None, lent=lender)
+    gradients.attach()
+    for _ in range(2):
+        gradients.begin()
+        for factor in (1.0, 2.0, 3.0):
+            (factor * layer(torch.ones(1, 8)).sum()).backward()
+        torch.testing.assert_close(lender.terms(0, flat[:40]), torch.full((40,), 6.0))
