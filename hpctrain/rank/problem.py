@@ -355,7 +355,8 @@ def require_hooks(task: Task) -> None:
     for hook in task.hooks:
         if isinstance(hook, type) or not isinstance(hook, Hook):
             what = f"hooks= of the task holds {kind_of(hook)}"
-            raise UserError(what, "derive hooks from hpctrain.BaseHook, and give objects: hooks=[MyHook()]")
+            fix = "derive hooks from hpctrain.BaseHook, and give objects: hooks=[MyHook()]"
+            raise UserError(what, f"{fix}; train.early_stop and schedule: in the run file replace callbacks of fit")
 
 
 def has_own_step(task: Task) -> bool:

@@ -205,7 +205,8 @@ def require_callables(task: Any, framework: str, with_step: bool = False) -> Non
     fields |= {f"metrics[{key!r}]": (value, "(outputs, batch)") for key, value in task.mean_metrics.items()}
     for name, (value, arguments) in fields.items():
         if value is not None or name != "loss" or not with_step:
-            more = ", or give an object: an hpctrain.Metric" if name.startswith("metrics") else ""
+            own = "torchmetrics" if framework == "torch" else framework
+            more = f", or an object: a metric of {own}, or an hpctrain.Metric" if name.startswith("metrics") else ""
             require_function(name, value, arguments, f"{framework} tensors{more}")
 
 

@@ -13,8 +13,8 @@ import keras
 from hpctrain.backends.keras.keras_model import evaluates_itself, optimizers_in, trains_itself
 from hpctrain.config.combinations import refusal
 from hpctrain.config.features import Feature
-from hpctrain.errors import UserError
-from hpctrain.system.user_errors import no_mean, no_such_loss, not_called, target_of
+from hpctrain.errors import UserError, kind_of
+from hpctrain.system.user_errors import no_mean, no_such_loss, not_called, shapes, target_of
 from hpctrain.tasks.definition import KerasTask, first_field
 
 
@@ -98,6 +98,14 @@ def of_compiled(fit_data: Callable[[Mapping[str, Any]], Any], model: keras.Model
     return model(parts_of(fit_data, batch)[0])
 
 
+def inputs_of(task: KerasTask, batch: Mapping[str, Any]) -> str:
+    """What the model gets, in words."""
+    if isinstance(task.forward, functools.partial) and task.forward.func is of_compiled:
+        fix = "several inputs: fit_data=lambda batch: ((batch['a'], batch['b']), batch['y'])"
+        return f"the model gets x of fit_data, by default the first of a dict of {shapes(batch)}; for {fix}"
+    return f"forward(model, batch) gets the model and a dict of {shapes(batch)}; by default the first array"
+
+
 def adopted(task: KerasTask, fields: Sequence[str]) -> KerasTask:
     """Fills fields that a task leaves out from its model, and makes its loss a function.
 
@@ -109,11 +117,11 @@ def adopted(task: KerasTask, fields: Sequence[str]) -> KerasTask:
         UserError: something is missing or given twice.
     """
     model = task.model
-    if not isinstance(model, keras.Model):
-        return dataclasses.replace(task, loss=as_loss(task.loss, fields))
     if trains_itself(model):
         return with_own_optimizers(task, fields)
-    if not model.compiled:
+    if not isinstance(model, keras.Model) or not model.compiled:
+        if callable(model) and not isinstance(model, (type, types.FunctionType, keras.Layer)):
+            raise UserError(f"model of the KerasTask is {kind_of(model)}", "give a keras.Model, or return a TorchTask")
         return dataclasses.replace(task, loss=as_loss(task.loss, fields))
     optimizer = model.optimizer if task.optimizer is None else task.optimizer
     if task.optimizer is None and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):

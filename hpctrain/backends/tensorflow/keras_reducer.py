@@ -24,6 +24,9 @@ from hpctrain.reduce.host_allreduce import PieceAllreduce, open_piece_allreduce
 from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
 from hpctrain.reduce.streamed_allreduce import CODECS
 
+WHOLE = 16
+"""Horovod messages that make up the largest gradient that stays whole: the sums of parts must be joined again, which
+takes longer than large messages do."""
 JOINED_BYTES = 65536
 """Total gradient size up to which all gradients form one piece: each further piece costs about 10 us in Python."""
 Callback = Callable[[], None] | None
@@ -116,7 +119,7 @@ class HostReducer:
 class HorovodReducer:
     """Horovod's sums of messages with fixed bounds, so that its dynamic fusion cannot change the order of summation.
 
-    Small pieces are joined, and large ones are cut if the lease says so.
+    Small pieces are joined, and very large ones are cut if the lease says so.
     """
 
     lends, meets = False, True
@@ -150,7 +153,7 @@ class HorovodReducer:
         found: dict[int, tf.Tensor] = {}
         for members in [*([index] for index, size in enumerate(sizes) if size >= most), *([small] if small else [])]:
             some = [pieces[index] for index in members]
-            parts = cut(join(some) if len(some) > 1 else some[0], most)
+            parts = cut(join(some) if len(some) > 1 else some[0], WHOLE * most)
             sums = [self._allreduce(part, f"{name}_{members[0]}_{number}") for number, part in enumerate(parts)]
             found.update(zip(members, split(join(sums), some), strict=True))
         return [found[index] for index in range(len(pieces))]

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 from numpy.typing import NDArray
 
-from hpctrain.backends.keras.keras_compiled import CompiledLoss
+from hpctrain.backends.keras.keras_compiled import CompiledLoss, inputs_of
 from hpctrain.backends.keras.keras_model import InMode, save_keras, trains_itself
 from hpctrain.backends.named_state import load_tensors
 from hpctrain.backends.tensorflow.state.keras_tensors import model_tensors
@@ -34,11 +34,11 @@ def build_weights(task: KerasTask, samples: Samples) -> None:
         build_by_own_step(task, samples)
         return
     batch = {name: keras.KerasTensor((None, *array.shape[1:]), array.dtype.name) for name, array in samples.items()}
-    given = f"a dict of {shapes(batch)}; by default a model gets its first array"
+    given = f"a dict of {shapes(batch)}"
     refused: list[HpctrainError] = []
 
     def judge(batch: Tensors) -> None:
-        with blamed("the model or forward", f"forward(model, batch) gets the model and {given}"):
+        with blamed("the model or forward", inputs_of(task, batch)):
             outputs = task.forward(task.model, batch)
         if outputs is None:
             return  # the dry call reports it

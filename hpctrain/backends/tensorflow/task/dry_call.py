@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hpctrain.backends.keras.keras_compiled import CompiledLoss
+from hpctrain.backends.keras.keras_compiled import CompiledLoss, inputs_of
 from hpctrain.backends.tensorflow.steps.passes import BatchScore, KerasPasses, Tensors, loss_of_nothing, score_of
 from hpctrain.errors import UserError, kind_of
 from hpctrain.system.user_errors import blamed, shapes, trained_weight
@@ -72,8 +72,7 @@ def loss_of(task: KerasTask) -> dict[str, Any]:
 
 def judged(passes: KerasPasses, batch: Tensors, judges: Mapping[str, Any], training: bool) -> list[BatchScore]:
     """Applies the task's functions, by field, to the model's outputs."""
-    fix = f"forward(model, batch) gets the model and a dict of {shapes(batch)}; by default the first array"
-    with blamed("the model or forward", fix):
+    with blamed("the model or forward", inputs_of(passes.task, batch)):
         outputs = passes.outputs(batch, training)
     if outputs is None:
         raise UserError("the model or forward returned None", "return the outputs: a return is missing")

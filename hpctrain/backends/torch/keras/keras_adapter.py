@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hpctrain.backends.keras.keras_compiled import CompiledLoss
+from hpctrain.backends.keras.keras_compiled import CompiledLoss, inputs_of
 from hpctrain.backends.keras.keras_meter import KerasMeter
 from hpctrain.backends.keras.keras_model import (
     POLICIES,
@@ -136,11 +136,10 @@ def build_weights(task: KerasTask, samples: Mapping[str, NDArray[Any]]) -> None:
     Raises UserError if one of them fails.
     """
     batch = {name: keras.ops.convert_to_tensor(np.asarray(array)) for name, array in samples.items()}
-    given = f"a dict of {shapes(batch)}; by default a model gets its first array"
-    with torch.no_grad(), blamed("the model or forward", f"forward(model, batch) gets the model and {given}"):
+    with torch.no_grad(), blamed("the model or forward", inputs_of(task, batch)):
         outputs = InMode(functools.partial(task.forward, task.model))(batch, training=False)
     if outputs is not None and isinstance(task.loss, CompiledLoss):  # the dry call reports a missing return
-        with torch.no_grad(), blamed("compile's loss or metrics", f"they get the outputs and {given}"):
+        with torch.no_grad(), blamed("compile's loss or metrics", f"they get outputs and a dict of {shapes(batch)}"):
             task.loss(outputs, batch)
             task.loss.scores(outputs, batch)
 

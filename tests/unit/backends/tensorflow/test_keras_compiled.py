@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import keras
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from keras import layers
 
-from hpctrain.backends.keras.keras_compiled import reported
+from hpctrain.backends.keras.keras_compiled import adopted, inputs_of, reported
 from hpctrain.backends.tensorflow.keras_framework import KerasFramework
 from hpctrain.backends.tensorflow.runtime import begin_task
 from hpctrain.comm.world import alone
@@ -163,6 +164,18 @@ def test_what_compile_says_and_ranks_could_not_average_is_refused_by_name(name: 
     settings, said = REFUSED[name]
     with pytest.raises(UserError, match=said):
         made(**settings)
+
+
+def test_a_model_of_another_framework_is_refused() -> None:
+    with pytest.raises(UserError, match="model of the KerasTask is a partial"):
+        adopted(KerasTask(functools.partial(print), "mse"), ["x", "y"])
+
+
+def test_an_error_names_fit_data_if_the_model_is_compiled_and_forward_if_not() -> None:
+    arrays = {name: data()[name] for name in ("x", "y")}
+    compiled = adopted(KerasTask(one_output(optimizer="sgd", loss=class_of), train=arrays), list(arrays))
+    assert "fit_data=lambda batch" in inputs_of(compiled, arrays)
+    assert inputs_of(KerasTask(compiled.model), arrays).startswith("forward(model, batch) gets")
 
 
 def test_fields_of_the_task_come_before_what_compile_says() -> None:

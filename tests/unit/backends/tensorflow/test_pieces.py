@@ -114,12 +114,14 @@ def test_terms_are_added_pairwise_and_one_of_them_is_kept(count: int) -> None:
 @pytest.mark.parametrize(
     ("cuts", "compress", "lengths"),
     [
-        (False, False, [307_216]),
-        (True, False, [7_216, 262_144, 37_856]),
-        (True, True, [307_200, 16]),
+        (False, False, [4_507_216]),
+        (True, False, [7_216, 300_000, 4_194_304, 5_696]),
+        (True, True, [307_200, 4_200_000, 16]),
     ],
 )
-def test_horovod_gets_messages_that_fit_in_a_cache(cuts: bool, compress: bool, lengths: list[int]) -> None:
+def test_small_gradients_share_one_message_and_very_large_ones_are_cut(
+    cuts: bool, compress: bool, lengths: list[int]
+) -> None:
     sent: dict[str, int] = {}
 
     def grouped_allreduce(values: list[tf.Tensor], op: object, name: str) -> list[tf.Tensor]:
@@ -129,7 +131,7 @@ def test_horovod_gets_messages_that_fit_in_a_cache(cuts: bool, compress: bool, l
 
     module: Any = SimpleNamespace(Sum=object(), grouped_allreduce=grouped_allreduce)
     reducer = HorovodReducer("horovod-flat", Lease(module, 0, cuts), compress)
-    shapes = [(500, 600), (70, 100), (7, 20), (4, 15), (SLOTS,)]
+    shapes = [(500, 600), (2100, 2000), (70, 100), (7, 20), (4, 15), (SLOTS,)]
     pieces = [tf.reshape(tf.range(np.prod(shape), dtype=tf.float32) % 1024, shape) for shape in shapes]
     sums = reducer.sum(pieces)
     assert sorted(sent.values()) == sorted(lengths)
