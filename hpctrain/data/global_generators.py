@@ -45,6 +45,14 @@ def kept() -> Iterator[None]:
         restore(before)
 
 
+@contextlib.contextmanager
+def seeded(generator: np.random.Generator) -> Iterator[None]:
+    """Seed the generators for the body; restore their states after it."""
+    with kept():
+        seed_all(int(generator.integers(2**63)))
+        yield
+
+
 class GlobalGenerators:
     """Global generators as one stream sees them: ``used`` swaps its states in while the stream is read."""
 

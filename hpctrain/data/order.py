@@ -88,6 +88,8 @@ class RandomStream(enum.IntEnum):
     """The samples of an epoch, if the task has a sampler."""
     DATASET = 4
     """Random numbers that a dataset draws while it reads a sample."""
+    RECIPE = 5
+    """Random numbers that transform and collate draw from global generators for a micro-batch."""
 
 
 def keyed_generator(seed: int, epoch: int, stream: RandomStream, index: int = 0, repeat: int = 0) -> Generator:

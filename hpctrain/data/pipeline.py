@@ -89,8 +89,8 @@ class TrainingData:
     accumulate: int = 1
     """Maximum number of micro-batches per batch."""
     prefetch: int = 2
-    """Batches that a thread keeps ready. 0 reads each batch on request; so does a dataset that draws from global
-    generators, unless worker processes read it."""
+    """Batches that a thread keeps ready. 0 reads each batch on request; so does a dataset or recipe that draws from
+    global generators, unless worker processes read it."""
     workers: int = 0
     """Worker processes that read and transform; 0 uses the prefetch thread."""
     recipe: Recipe = field(default_factory=Recipe)
@@ -105,7 +105,7 @@ class TrainingData:
         self.close()
         if self.workers:
             self.pool = start_workers(self.workers, self.dataset, self.recipe)
-        depth = self.prefetch if self.workers else thread_depth(self.dataset, self.prefetch)
+        depth = self.prefetch if self.workers else thread_depth(self.dataset, self.recipe, self.prefetch)
         self.batches = prefetched(self._load(self._parts(epoch, batch)), depth)
         return self.batches
 
@@ -180,7 +180,7 @@ class ValidationData:
         return len(range(part.start, part.stop, self.batch))
 
     def __iter__(self) -> Iterator[Samples]:
-        return prefetched(self._batches(), thread_depth(self.dataset, self.prefetch))
+        return prefetched(self._batches(), thread_depth(self.dataset, self.recipe, self.prefetch))
 
     def _batches(self) -> Generator[Samples, None, None]:
         part = self.part
@@ -189,9 +189,9 @@ class ValidationData:
             yield self.place(make_batch(self.dataset, self.recipe, first_draw(ids)))
 
 
-def thread_depth(dataset: Dataset, prefetch: int) -> int:
+def thread_depth(dataset: Dataset, recipe: Recipe, prefetch: int) -> int:
     """How many batches a thread may prefetch: 0 if it would draw from global generators, which the model uses too."""
-    return 0 if isinstance(dataset, SeededDataset) else prefetch
+    return 0 if recipe.draws or isinstance(dataset, SeededDataset) else prefetch
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Dataset, Field, Samples, plain, read_exclusively, users_code, with_place
+from hpctrain.data.global_generators import seeded
 from hpctrain.data.order import Drawn, RandomStream, keyed_generator
 from hpctrain.errors import UserError, foreign_errors, kind_of
 
@@ -34,6 +36,9 @@ class Recipe:
     """Seed of transforms and of datasets that draw random numbers."""
     names: tuple[str, ...] = ()
     """Order of a batch's arrays: the model's input, which must be there, comes first; empty: as they come."""
+    draws: bool = False
+    """Whether transform or collate draw from global random generators, which the model uses, too: these are then seeded
+    for each micro-batch by seed, epoch and its first sample, and restored."""
 
 
 def grouped(numbers: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
@@ -66,6 +71,14 @@ def seeds_of(drawn: Drawn, seed: int) -> NDArray[np.int64]:
 
 def batch_of(samples: Iterable[Sample], recipe: Recipe, drawn: Drawn) -> Samples:
     """One batch of samples that were already read; see ``make_batch``."""
+    first = (int(each[0]) for each in (drawn.ids, drawn.repeats))
+    generator = keyed_generator(recipe.seed, drawn.epoch, RandomStream.RECIPE, *first)
+    with seeded(generator) if recipe.draws else nullcontext():
+        return arranged(mixed(samples, recipe, drawn), recipe.names)
+
+
+def mixed(samples: Iterable[Sample], recipe: Recipe, drawn: Drawn) -> Samples:
+    """The samples, transformed and collated."""
     ids, giver = drawn.ids.tolist(), "the data"
     if recipe.transform is not None:
         transform, seed, giver = recipe.transform, recipe.seed, "the transform"
@@ -74,8 +87,7 @@ def batch_of(samples: Iterable[Sample], recipe: Recipe, drawn: Drawn) -> Samples
             for sample, sample_id, repeat in zip(samples, ids, drawn.repeats.tolist(), strict=True)
         )
     collate = recipe.collate
-    batch = stack(samples, ids, giver) if collate is None else collated(collate, list(samples), ids)
-    return arranged(batch, recipe.names)
+    return stack(samples, ids, giver) if collate is None else collated(collate, list(samples), ids)
 
 
 def arranged(batch: Samples, names: Sequence[str]) -> Samples:

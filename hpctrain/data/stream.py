@@ -299,7 +299,7 @@ class StreamingData:
         if self.position and (epoch, batch) == self.at:
             self.stream.source.load_state_dict(copy.deepcopy(self.position))
             skip = 0
-        depth = 0 if self.stream.draws else self.prefetch  # the model uses the same generators
+        depth = 0 if self.stream.draws or self.recipe.draws else self.prefetch  # the model uses the same generators
         self.batches = prefetched(self._load(epoch, batch, skip), depth)
         return self._handed_out(self.batches)
 

@@ -135,13 +135,14 @@ def refer_to_recipe(recipe: Recipe) -> Reference:
         "collate": recipe.collate and refer_to_function(recipe.collate, "collate"),
         "seed": recipe.seed,
         "names": recipe.names,
+        "draws": recipe.draws,
     }
 
 
 def recipe_of(reference: Mapping[str, Any]) -> Recipe:
     """Rebuild the recipe of ``refer_to_recipe`` in another process."""
     transform, collate = (reference[name] and import_function(reference[name]) for name in ("transform", "collate"))
-    return Recipe(transform, collate, reference["seed"], tuple(reference["names"]))
+    return Recipe(transform, collate, reference["seed"], tuple(reference["names"]), reference["draws"])
 
 
 def refer_to_function(function: Callable[..., Any], what: str) -> Reference:

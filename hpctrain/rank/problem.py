@@ -21,10 +21,11 @@ from hpctrain.config.features import Feature, used
 from hpctrain.config.sections import Config, DataConfig, OptimizerConfig
 from hpctrain.data.dataset import Dataset, Samples
 from hpctrain.data.formats.sources import open_dataset
+from hpctrain.data.global_generators import kept, states
 from hpctrain.data.info import sources_of
 from hpctrain.data.order import Order, first_draw
 from hpctrain.data.samples import Recipe, make_batch
-from hpctrain.data.stream import Stream, StreamOrder, is_stream, open_stream
+from hpctrain.data.stream import Stream, StreamOrder, digest_of, is_stream, open_stream
 from hpctrain.errors import UserError, kind_of
 from hpctrain.rank.model_input import described, input_first, takes_first
 from hpctrain.run.rank_environment import STAGED
@@ -93,7 +94,8 @@ class Loading:
     @property
     def validation_recipe(self) -> Recipe:
         """How validation samples become a batch: not transformed, and with the arrays in the order trained on."""
-        return dataclasses.replace(self.recipe, transform=None)
+        draws = self.recipe.draws and self.recipe.collate is not None
+        return dataclasses.replace(self.recipe, transform=None, draws=draws)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,7 +309,10 @@ def with_input(task: Task, train: Dataset | Stream, seed: int) -> tuple[Task, Re
     recipe = Recipe(task.transform, task.collate, seed)
     names: tuple[str, ...] = tuple(train.fields)
     if task.transform is not None or task.collate is not None:
-        names = tuple(make_batch(examples_of(train), recipe, first_draw(np.arange(1))))
+        with kept():
+            before = digest_of(states())
+            names = tuple(make_batch(examples_of(train), recipe, first_draw(np.arange(1))))
+            recipe = dataclasses.replace(recipe, draws=digest_of(states()) != before)
     names, by_place = input_first(task, train, names), takes_first(task)
     return with_its_loss(task, names), dataclasses.replace(recipe, names=names if by_place else ())
 

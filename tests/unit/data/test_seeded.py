@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 
 from hpctrain.data.formats.sources import open_dataset
+from hpctrain.data.global_generators import states
 from hpctrain.data.order import Order
 from hpctrain.data.pipeline import TrainingData, ValidationData
 from hpctrain.data.samples import Recipe
+from hpctrain.data.stream import digest_of
+from hpctrain.rank.problem import with_input
+from hpctrain.tasks.definition import TorchTask
 
 torch = pytest.importorskip("torch")
 LENGTH = 11
@@ -27,10 +31,15 @@ class Noisy(torch.utils.data.Dataset):  # type: ignore[misc,name-defined]
         return {"id": index, "x": np.array([random.random(), np.random.random(), float(torch.rand(()))])}
 
 
+def shaken(samples: list[dict]) -> dict:
+    """A collate that draws from all three generators, as torchvision's MixUp does."""
+    noise = random.random() + np.random.random() + float(torch.rand(()))
+    return {"id": np.array([each["id"] for each in samples]), "x": np.array([noise + each["id"] for each in samples])}
+
+
 def by_sample(rank: int, size: int, dataset=None, epoch: int = 0, seed: int = 5, **options) -> dict[int, bytes]:
-    data = TrainingData(
-        dataset or open_dataset(Noisy()), Order(LENGTH, 4), rank, size, recipe=Recipe(seed=seed), **options
-    )
+    options = {"recipe": Recipe(seed=seed)} | options
+    data = TrainingData(dataset or open_dataset(Noisy()), Order(LENGTH, 4), rank, size, **options)
     try:
         batches = list(islice(data.starting_at(epoch, 0), data.order.batches_per_epoch))
     finally:
@@ -52,11 +61,26 @@ def test_worker_processes_draw_the_same() -> None:
     assert by_sample(0, 1, open_dataset(functools.partial(Noisy)), workers=1) == by_sample(0, 1)
 
 
-def test_the_generators_of_the_model_are_left_alone() -> None:
-    def state() -> tuple:
-        legacy = np.random.get_state()
-        return random.getstate(), legacy[1].tobytes(), legacy[2], torch.get_rng_state().numpy().tobytes()
+def state() -> str:
+    """Of the model's generators."""
+    return digest_of(states())
 
+
+def test_what_a_collate_draws_depends_on_seed_epoch_and_first_sample_and_no_thread_draws() -> None:
+    model = torch.nn.Linear(1, 1)
+    task = TorchTask(model, "mse", torch.optim.SGD(model.parameters()), collate=shaken)
+    data, before = open_dataset({"id": np.arange(LENGTH)}), state()
+    recipe = with_input(task, data, seed=5)[1]
+    found = [by_sample(0, 1, data, recipe=recipe, workers=workers) for workers in (0, 0, 1)]
+    assert found[0] == found[1] == found[2] and len(set(found[0].values())) == LENGTH and state() == before
+    assert by_sample(0, 1, data, recipe=recipe, epoch=1) != found[0]
+    ahead = TrainingData(data, Order(LENGTH, 4), 0, 1, recipe=recipe)
+    next(ahead.starting_at(0, 0))
+    assert "hpctrain-prefetch" not in [thread.name for thread in threading.enumerate()]
+    ahead.close()
+
+
+def test_the_generators_of_the_model_are_left_alone() -> None:
     before = state()
     dataset = open_dataset(Noisy())
     by_sample(0, 1, dataset, prefetch=3)
