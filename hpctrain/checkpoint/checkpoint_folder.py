@@ -8,6 +8,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from hpctrain.checkpoint.format.layout import (
     MANIFEST_FILE,
     DamagedCheckpoint,
     Manifest,
-    UnreadableCheckpoint,
     shard_file,
 )
 from hpctrain.checkpoint.format.shard import ShardImage, Skeleton
@@ -81,10 +81,14 @@ class CheckpointFolder:
         return sorted(step for step in found if step is not None)
 
     def best(self) -> int | None:
-        """The newest checkpoint that was the best when it was saved; None if there is none."""
+        """The newest checkpoint that was the best when it was saved; None if there is none.
+
+        Raises:
+            UnreadableCheckpoint: one that may be it cannot be read now.
+        """
         for step in reversed(self.steps()):
-            with suppress(DamagedCheckpoint, UnreadableCheckpoint, UserError):
-                if self.manifest(step).meta.get("best"):
+            with suppress(DamagedCheckpoint, UserError):
+                if patiently(partial(self.manifest, step)).meta.get("best"):
                     return step
         return None
 

@@ -6,6 +6,7 @@ tensors, or such objects again.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import importlib
@@ -53,8 +54,9 @@ class Describer:
         if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
             return {"array": self._put(value)}
         if hasattr(value, "detach") and hasattr(value, "numpy"):
-            return {"tensor": [type(value).__module__.partition(".")[0], self._put(value.detach().cpu().numpy())]}
-        if isinstance(value, np.generic):
+            with contextlib.suppress(TypeError, RuntimeError):  # of a type or layout that NumPy lacks
+                return {"tensor": [type(value).__module__.partition(".")[0], self._put(value.detach().cpu().numpy())]}
+        if isinstance(value, np.generic) and value.dtype.kind in "biuf":
             return {"scalar": [value.dtype.str, value.item()]}
         if isinstance(value, np.dtype):
             return {"dtype": value.str}

@@ -106,6 +106,16 @@ def test_a_file_that_the_server_denies_but_lists_is_not_missing(
     assert resumed_step(store) == 2 and server.failed == 1
 
 
+def test_the_best_one_is_not_passed_over_for_an_older_one(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = FileServer(errno.EIO, f"{NEWEST}/{MANIFEST}", "read").install(monkeypatch)
+    assert store.best() == 2 and server.failed == 1
+    server.left = math.inf
+    with pytest.raises(UnreadableCheckpoint, match="Input/output error"):
+        store.best()
+
+
 def test_a_stale_handle_is_opened_again(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     with store.opened(2) as loaded:
         assert loaded.arrays["model/weight"][0, 0] == 2  # the file stays open

@@ -68,11 +68,27 @@ def test_an_object_is_made_again() -> None:
     assert made.transform.mode is Mode.NEAREST and made.weights.tolist() == [0, 1, 2]
 
 
+class Half:
+    """A tensor of bfloat16, as PyTorch's are."""
+
+    def detach(self) -> Any:
+        return self
+
+    cpu = detach
+
+    def numpy(self) -> Any:
+        raise TypeError("Got unsupported ScalarType BFloat16")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Half, ()
+
+
 def test_what_cannot_be_made_again_is_named() -> None:
     folder = Folder()
-    folder.transform.factor = threading.Lock()  # type: ignore[assignment]
-    with pytest.raises(Unsuited, match=r"its transform\.factor is _thread\.lock"):
-        again(folder)
+    for value, kind in ((threading.Lock(), r"_thread\.lock"), (np.complex64(1), r"numpy\.complex64"), (Half(), "Half")):
+        folder.transform.factor = value  # type: ignore[assignment]
+        with pytest.raises(Unsuited, match=rf"its transform\.factor is .*{kind}"):
+            again(folder)
     folder.transform.factor = lambda value: value  # type: ignore[assignment]
     with pytest.raises(UserError, match=r"a part of the data is .*lambda.*not at the top level of a module"):
         again(folder)
