@@ -35,7 +35,7 @@ def test_parts_are_a_partition_in_rank_order(n: int, size: int) -> None:
 def test_each_purpose_has_numbers_of_its_own_in_all_versions() -> None:
     """A run may be resumed with a newer one."""
     first = [int(keyed_generator(3, 1, stream).integers(0, 1000)) for stream in RandomStream]
-    assert first == [814, 373, 319, 211, 974]
+    assert first == [814, 373, 319, 211, 974, 132]
 
 
 @given(order=orders, epoch=st.integers(0, 5))
