@@ -119,7 +119,7 @@ def made(config: Config, tensor: int, pipeline: int = 1) -> Iterator[Model]:
     """
     config = dataclasses.replace(
         config,
-        parallel=ParallelConfig(tensor=tensor, pipeline=pipeline),
+        parallel=ParallelConfig(tensor=tensor, pipeline=pipeline, sequence=config.parallel.sequence and tensor > 1),
         reduce=dataclasses.replace(config.reduce, kind="none", compression="none"),
     )
     world = dataclasses.replace(alone(), tensor=Imagined("tensor", range(tensor)))

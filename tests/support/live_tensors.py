@@ -13,17 +13,24 @@ from torch.utils._pytree import tree_leaves
 
 
 class Live(TorchDispatchMode):
-    """Follows the memory of all tensors that operations take or return."""
+    """Follows the memory of all tensors that operations take or return.
 
-    def __init__(self, known: Iterable[Tensor]) -> None:
+    Args:
+        known: tensors that exist already.
+        foreign: tensors over other processes' memory.
+    """
+
+    def __init__(self, known: Iterable[Tensor], foreign: Iterable[Tensor] = ()) -> None:
         super().__init__()
+        self.foreign = {one.untyped_storage().data_ptr() for one in foreign}
         self.known: dict[int, StorageWeakRef] = {}
         self.peak = 0
         self.note(list(known))
 
     def note(self, tensors: Any) -> None:
         for one in tree_leaves(tensors):
-            if isinstance(one, Tensor) and not hasattr(one, "_local_tensor"):
+            is_own = isinstance(one, Tensor) and not hasattr(one, "_local_tensor")
+            if is_own and one.untyped_storage().data_ptr() not in (self.foreign or {}):
                 self.known[one.untyped_storage()._cdata] = StorageWeakRef(one.untyped_storage())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

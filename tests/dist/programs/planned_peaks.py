@@ -12,7 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
+from hpctrain.backends.torch.reduce.sharded import HostSharded
 from hpctrain.backends.torch.strategies.memory_estimate import ParallelLayout, footprints
+from hpctrain.backends.torch.task.shares import ONLY
 from hpctrain.comm.world import World, connect, in_grid
 from hpctrain.commands.plan import largest_micro_batch
 from hpctrain.config.sections import Config, ParallelConfig, ReduceConfig, TrainConfig
@@ -59,8 +61,8 @@ def config_of(task: str, parallel: dict[str, Any]) -> Config:
     )
 
 
-def planned(config: Config, ranks: int) -> dict[str, int]:
-    """Bytes of a rank without the program and the copy for a checkpoint, by kind and in all."""
+def planned(config: Config, ranks: int) -> int:
+    """Bytes of a rank without the program and the copy for a checkpoint."""
     given = config.parallel
     whole, _ = estimate(config, given.tensor, ranks, [given.pipeline] if given.pipeline > 1 else [])
     each = given.tensor * given.pipeline
@@ -69,8 +71,7 @@ def planned(config: Config, ranks: int) -> dict[str, int]:
     (one,) = [
         one for one in found if one.plan == ParallelLayout(given.tensor, ranks // each, given.shard, given.pipeline)
     ]
-    kinds = ("parameters", "gradients", "optimizer", "activations")
-    return {"total": one.total - one.staging} | {kind: getattr(one, kind) for kind in kinds}
+    return one.total - one.staging
 
 
 def measured(config: Config, world: World) -> int:
@@ -82,7 +83,9 @@ def measured(config: Config, world: World) -> int:
         batches = [first_batch(problem, world)] * config.train.accumulate
         framework.step(batches, weighed_tasks.SAMPLES)
         known = [one.tensor for one in framework.state() if hasattr(one, "tensor")]
-        with Live(one for one in known if isinstance(one, Tensor)) as live:
+        exchange = getattr(framework.parts.exchanges.used.of[ONLY], "sums", None)
+        foreign = exchange.leaving if isinstance(exchange, HostSharded) else []
+        with Live([one for one in known if isinstance(one, Tensor)], foreign) as live:
             framework.step(batches, weighed_tasks.SAMPLES)
         return live.peak
 
@@ -93,18 +96,9 @@ def main(tasks: list[str]) -> dict[str, Any]:
     for task in tasks:
         for name, parallel in PLANS[world.size].items():
             config = config_of(task, parallel)
-            plan = planned(config, world.size) if world.rank == 0 else {}
+            plan = planned(config, world.size) if world.rank == 0 else 0
             peaks = world.everyone.allgather(measured(config, world), "compare the peaks")
-            found[f"{task}: {name}"] = plan | {"peaks": peaks}
-            if world.rank == 0:
-                ratio = plan["total"] / max(peaks)
-                print(
-                    f"{task:4} {name:22} {ratio:.3f}",
-                    {k: round(v / 2**20, 2) for k, v in plan.items()},
-                    [round(peak / 2**20, 2) for peak in peaks],
-                    file=sys.stderr,
-                    flush=True,
-                )
+            found[f"{task}: {name}"] = {"planned": plan, "peaks": peaks}
     return found if world.rank == 0 else {}
 
 

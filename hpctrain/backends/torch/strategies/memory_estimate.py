@@ -58,6 +58,8 @@ class MemoryEstimate:
     """Copies of weights in 16 bits that autocast makes and backward passes need; of all layers."""
     late_gradients: int = 0
     """Gradients that exist only once the backward pass has begun to free activations, whose memory they take."""
+    freed: int = 0
+    """Gathered parameters that backward passes free while they make gradients, beyond ``late_gradients``."""
     offloaded: int = 0
     """State that ``parallel.offload`` keeps in host memory."""
 
@@ -187,22 +189,26 @@ def footprints(
             *((pipeline, "none", model) for pipeline, model in whole.stages.items()),
         )
     ]
-    return [
-        Footprint(
-            ParallelLayout(tensor, ranks // (tensor * pipeline), shard, pipeline),
-            program,
-            model.parameters + model.copies,
-            model.gradients,
-            model.optimizer,
-            model.averages,
-            max(0, round(model.activations * samples[tensor * pipeline]) - model.late_gradients),
-            -(-model.checkpoint // ranks),
-            model.checkpoint,
-            bubble(pipeline, micro_batches),
-            model.offloaded,
+    found: list[Footprint] = []
+    for pipeline, tensor, shard, model in sorted(of_plans, key=lambda one: one[:2]):
+        kept = round(model.activations * samples[tensor * pipeline])
+        freed = min(model.freed, max(0, model.late_gradients - kept))
+        found.append(
+            Footprint(
+                ParallelLayout(tensor, ranks // (tensor * pipeline), shard, pipeline),
+                program,
+                model.parameters + model.copies - freed,
+                model.gradients,
+                model.optimizer,
+                model.averages,
+                max(0, kept - model.late_gradients),
+                -(-model.checkpoint // ranks),
+                model.checkpoint,
+                bubble(pipeline, micro_batches),
+                model.offloaded,
+            )
         )
-        for pipeline, tensor, shard, model in sorted(of_plans, key=lambda one: one[:2])
-    ]
+    return found
 
 
 def cheapest(found: Sequence[Footprint], limit: int) -> Footprint | None:

@@ -30,7 +30,7 @@ def estimate(feature: Feature, model: Estimated) -> MemoryEstimate:
     layers = layers_of(model.framework.model, model.parallel.layers)
     sizes = at_a_time(model.framework.model, layers, model.framework.parts.compute, model.micro_batches, keeps)
     accumulates = model.micro_batches > 1 and not keeps
-    found = in_rows(model.whole, held / max(total, 1), *sizes, accumulates)
+    found = in_rows(model.whole, held / max(total, 1), *sizes, accumulates, keeps)
     offloaded = sum(found.parts.values()) - sum(sizes) if model.parallel.offload else 0
     return dataclasses.replace(found, offloaded=offloaded)
 
@@ -48,7 +48,7 @@ def at_a_time(
 
 
 def in_rows(
-    whole: MemoryEstimate, share: float, gathered: int, unsummed: int, accumulates: bool = False
+    whole: MemoryEstimate, share: float, gathered: int, unsummed: int, accumulates: bool = False, keeps: bool = False
 ) -> MemoryEstimate:
     """The estimate for a model whose parameters are sharded.
 
@@ -58,8 +58,12 @@ def in_rows(
         gathered: bytes of parameters that are gathered at a time: those outside layers, of one layer, and of the next.
         unsummed: bytes of whole gradients: of as many layers, or of all until an update's last micro-batch.
         accumulates: whether whole gradients exist in forward passes, too.
+        keeps: whether layers stay whole until their backward pass, which frees them and makes rows of gradients.
     """
     rows = whole.scaled(parameters=share, gradients=share, optimizer=share, averages=share)
     parameters, gradients = rows.parameters + gathered, rows.gradients + unsummed
     late = rows.gradients if accumulates else gradients
-    return dataclasses.replace(rows, parameters=parameters, gradients=gradients, late_gradients=late, copies=0)
+    freed = min(gathered, rows.gradients) if keeps else 0
+    return dataclasses.replace(
+        rows, parameters=parameters, gradients=gradients, late_gradients=late, copies=0, freed=freed
+    )
