@@ -270,12 +270,11 @@ class WatchedAttempt:
             self.launcher.show_messages()
             spent = time.monotonic() - now  # thousands of small files on a shared file system are slow to read
             self.next_look = now + max(WORDS_EVERY_S, spent / LOOKING)
-        if now >= self.stop_deadline:
+        if now >= self.stop_deadline and self.ended_at == math.inf:
             grace = f"{self.limits.stop_grace_s:.0f} s"
             what = f"the ranks did not stop within {grace} of the request or of saving more, or before the time limit"
             fix = "raise launch.stop_grace_s; before a time limit, launch.slurm.signal_s"
             self.end(now, failed_with(Code.STOP, what, fix))
-            self.stop_deadline = math.inf
         if now >= self.kill_at:
             self.kill_at = math.inf
             self.ended_at = min(self.ended_at, time.time())
@@ -382,7 +381,7 @@ class WatchedAttempt:
 
     def look_at_save(self, now: float) -> None:
         """After a stop request, renews the grace period if the ranks' checkpoint has grown."""
-        if self.stop is None or self.stop_deadline == math.inf:
+        if self.stop is None:
             return
         saved_bytes = bytes_in_flight(self.run_dir.checkpoints)
         if saved_bytes > self.saved_bytes:

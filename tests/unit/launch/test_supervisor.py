@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shlex
 import signal
 import subprocess
@@ -502,3 +503,14 @@ def test_failures_of_an_earlier_command_use_up_no_tries(tmp_path: Path) -> None:
     assert counted(3) == [3, 4], "started again in place"
     assert counted(4, "9", "8") == [3, 4], "a job and the one that it replaces"
     assert counted(4, "7") == [1, 4]
+
+
+def test_the_reason_for_which_an_attempt_was_ended_stands(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    attempt = WatchedAttempt(Launch([], {}, 1), run, 1, LiveLock(run, myself()), StopSignals(), Limits(2.0))
+    attempt.next_look = math.inf
+    attempt.begin_stop(0.0, StopRequest.of_signal(signal.SIGINT))
+    attempt.signals.received += [signal.SIGINT, signal.SIGINT]
+    for now in (1.0, 3.0):  # the ranks take longer to end than they had to stop
+        attempt.tick(now)
+        assert attempt.failure is not None and attempt.failure.reason == "ended at once by a second Ctrl-C"
