@@ -65,13 +65,18 @@ def report(args: argparse.Namespace) -> int:
     excess = view.heat_map()
     sections = page.make_sections(data, plots.heat_maps(excess), view.figures(), excess, view.plans())
     html = page.render(data, explain_run(data), sections, view.pictures(), path.parent)
-    replace_whole(path, lambda temporary: temporary.write_text(html, encoding="utf-8"))
+    write_page(path, html)
     foreign_text.show(str(path))
     show_charts_missing()
     if args.svg:
         for picture in page.save_pictures(sections, Path(args.svg)):
             foreign_text.show(str(picture))
     return 0
+
+
+def write_page(path: Path, html: str) -> None:
+    """Writes a page, with escapes for what is not Unicode: a path may have any bytes. Raises UserError."""
+    replace_whole(path, lambda temporary: temporary.write_bytes(html.encode(errors="backslashreplace")))
 
 
 def explain(args: argparse.Namespace) -> int:
@@ -117,7 +122,7 @@ def compare(args: argparse.Namespace) -> int:
         print_comparison(result)
     if args.output:
         html = page.render_comparison(result, overlays(runs, result["runs"]))
-        replace_whole(Path(args.output), lambda temporary: temporary.write_text(html, encoding="utf-8"))
+        write_page(Path(args.output), html)
         foreign_text.show(args.output)
         show_charts_missing()
     return 0

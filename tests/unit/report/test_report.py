@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from hpctrain.report.compare import compare, differences
 from hpctrain.report.explain import explain
 from hpctrain.report.plots import shrink, thin, time_unit
 from hpctrain.report.summary import make_spans, rank_hours, summarize
-from hpctrain.run.attempts import Attempt
+from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.events import Event, Hang, Straggler
 from hpctrain.run.folder import RunDir
 from hpctrain.run.history import KEPT_EVENTS, RunHistory
@@ -440,3 +441,11 @@ def test_traces_and_memory_snapshots_are_linked(tmp_path: Path) -> None:
     assert "ui.perfetto.dev" in shown and "pytorch.org/memory_viz" in shown
     apart = page.render(data, explain(data), [], folder=run.path.parent / "pages")
     assert f'<a href="../{run.path.name}/monitor/memory-1-3.pickle"' in apart, "a page elsewhere has links too"
+
+
+def test_a_folder_may_have_any_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = RunDir(tmp_path / os.fsdecode(b"caf\xe9"))
+    run_dir.create()
+    Attempts(run_dir).begin()
+    assert main(["report", str(run_dir.path)]) == 0
+    assert "caf\\udce9" in (run_dir.path / "report.html").read_text() + capsys.readouterr().out
