@@ -64,7 +64,7 @@ TOKENS: dict[str, int] = {
     "reduce": 11968,
     "train": 14467,
     "tasks": 7317,
-    "backends": 122225,
+    "backends": 122227,
     "checkpoint": 51863,
     "monitor": 32633,
     "track": 6576,

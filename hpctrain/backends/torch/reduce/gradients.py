@@ -55,7 +55,8 @@ class FlatGradients:
             for index in bucket.members:
                 self.bucket_of[index] = number
         self.filled = [False] * len(parameters)
-        self.missing = [len(bucket.members) for bucket in layout.buckets]
+        self.missing = [set(bucket.members) for bucket in layout.buckets]
+        """Parameters whose gradients the last backward pass has not computed yet, by bucket."""
         self.sent = 0
         self.last_backward = True
         self.is_under_way = True
@@ -121,7 +122,7 @@ class FlatGradients:
     def restart(self) -> None:
         """Prepares the buffer for the gradients of another update."""
         self.filled = [False] * len(self.parameters)
-        self.missing = [len(bucket.members) for bucket in self.layout.buckets]
+        self.missing = [set(bucket.members) for bucket in self.layout.buckets]
         self.sent = 0
         self.is_under_way = False
         if self.lent:
@@ -152,8 +153,8 @@ class FlatGradients:
                 f"the gradient of {self.names[index]} changed after it was sent: an update has several backward passes",
                 "set reducer.last_backward = False before all but the last, or reduce.overlap: off",
             )
-        self.missing[number] -= 1
-        while self.sent < len(self.missing) and self.missing[self.sent] <= 0:
+        self.missing[number].discard(index)
+        while self.sent < len(self.missing) and not self.missing[self.sent]:
             if self.sent == len(self.missing) - 1:
                 return  # the last bucket carries the loss, which is known only after backward
             self.ready(self.sent)

@@ -185,6 +185,19 @@ def test_a_parameter_without_a_part_in_the_loss_contributes_zeros() -> None:
     assert len(recorder.sent) == len(reducer.flat_gradients.layout.buckets)
 
 
+def test_a_bucket_waits_for_each_of_its_gradients_however_often_others_are_computed() -> None:
+    """As by reentrant checkpoints of shared layers: a count of gradients would send it with last time's values."""
+    used, unused, last = (nn.Parameter(torch.ones(16)) for _ in range(3))
+    model = nn.ParameterList([last, unused, used])
+    reducer, recorder = make(model, 32)
+    reducer.begin()
+    for factor in (1.0, 2.0):
+        (factor * used).sum().backward()
+    assert recorder.sent == []
+    reducer.exchange()
+    assert used.grad.eq(3).all() and unused.grad.eq(0).all()
+
+
 def test_one_rank_gives_it_zeros_too_so_that_weight_decay_treats_it_alike() -> None:
     model = network()
     reducer = NoReducer(list(model.named_parameters()))
