@@ -55,16 +55,17 @@ class Difference:
 
 
 def numbers(array: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """Convert values for arithmetic: bfloat16 to float32, complex to magnitudes, others to float64."""
+    """Convert values for arithmetic: bfloat16 to float32, others to float64 or complex128."""
     if dtype == "bfloat16" and array.dtype.kind == "u":
         return (array.astype(np.uint32) << 16).view(np.float32)
-    return np.abs(array) if array.dtype.kind == "c" else array.astype(np.float64)
+    return array.astype(np.result_type(array, np.float64))
 
 
 @np.errstate(all="ignore")
 def summarize(name: str, array: NDArray[Any], dtype: str) -> Summary:
-    """Summarize a tensor."""
+    """Summarize a tensor, a complex one by its magnitudes."""
     values = numbers(array, dtype)
+    values = np.abs(values) if values.dtype.kind == "c" else values
     nans, infinities = int(np.isnan(values).sum()), int(np.isinf(values).sum())
     finite = values[np.isfinite(values)] if nans or infinities else values
     if finite.size == 0:

@@ -65,7 +65,7 @@ TOKENS: dict[str, int] = {
     "train": 14467,
     "tasks": 7317,
     "backends": 122227,
-    "checkpoint": 51863,
+    "checkpoint": 51873,
     "monitor": 32633,
     "track": 6576,
     "rank": 15616,

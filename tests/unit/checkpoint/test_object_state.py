@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.checkpoint.inspect import summary_tree, tensor_differences, tensor_summaries
+from hpctrain.checkpoint.inspect import compare, summarize, summary_tree, tensor_differences, tensor_summaries
 from hpctrain.checkpoint.object_state import OBJECTS, restore, state_of
 from hpctrain.checkpoint.reading import Loaded
 from hpctrain.comm.world import alone
@@ -214,3 +214,10 @@ def test_inspection_shows_what_objects_said_and_each_rank() -> None:
     assert [one.mean for one in tensor_summaries(loaded, "state/lanes") if "/h (" in one.name] == [5, 6]
     assert any("structure (rank 1)" in line and '{"h": "<h>"}' in line for line in lines)
     assert tensor_differences(loaded, loaded) == []
+
+
+def test_complex_values_that_differ_in_phase_differ() -> None:
+    before, after = np.array([3.0, 1.0], np.complex64), np.array([3.0j, 1.0], np.complex64)
+    found = compare("w", {"w": (lambda: before, "complex64")}, {"w": (lambda: after, "complex64")})
+    assert found is not None and found.largest == pytest.approx(18**0.5) and found.changed == 1
+    assert summarize("w", after, "complex64").most == 3.0
