@@ -23,8 +23,8 @@ MESSAGE_BYTES, MOST_MESSAGES = 2**20, 512
 """Bytes of a message between CPUs of one node, unless there would be more of them than Horovod's cache holds well: MPI
 sums what fits in a core's cache up to 2.5 times as fast as 80 MB at once."""
 NICENESS = 5
-"""Niceness of Horovod's thread on CPUs. With 19, one busy process on the two cores of two ranks lengthened a Keras step
-of 45 ms by 190 ms; with 0, a recurrent PyTorch model took 2% longer on an idle machine."""
+"""Niceness of Horovod's thread on CPUs. With 19, a Keras model of 18 M weights took 5% longer on an idle machine, and
+others several times as long next to a busy process; with 0, a recurrent PyTorch model took 2% longer."""
 MPI_LIBRARY = re.compile(r"lib(mpi|mpich|mpi-\w+|mpi_(?!cxx|mpifh|usempi)\w+)\.so[.\d]*")
 BUILD = "run: hpctrain install-horovod"
 _leases: dict[ModuleType, set[int]] = {}
