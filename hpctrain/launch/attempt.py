@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from hpctrain.errors import Code, HpctrainError, Replaced, RunFailed
+from hpctrain.errors import Code, HpctrainError, Replaced, RunFailed, code_of
 from hpctrain.launch import launcher_messages
 from hpctrain.launch.launcher_process import KILL_GRACE_S, LauncherProcess
 from hpctrain.launch.outage_retry import PAUSES_S, read_patiently
@@ -157,7 +157,11 @@ class WatchedAttempt:
         """Starts the ranks and watches them until all have ended; returns the verdict and the ranks' last words."""
         environment = {**os.environ, **self.launch.env, ATTEMPT: str(self.number), RUN_DIR: str(self.run_dir.path)}
         with processes.own_session(environment) as session:
-            self.watch(session)
+            try:
+                self.watch(session)
+            except OSError as error:  # no more processes or memory, or a file server that fails
+                what = f"{Path(self.launch.argv[0]).name} could not be run: {error.strerror or error}"
+                self.failure = failed_with(code_of(error), what, "see ulimit -a, and whether its file systems answer")
         self.take_stop_file(time.monotonic())  # ranks that saw it may have ended before the next look
         written = collect(self.run_dir, self.number)
         unborn = self.stop is not None and all(word.is_starting for word in written)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import IO
 
 from hpctrain.run.first_cause import Death, Standing
+from hpctrain.system.quantities import numbers_in
 
 BANNER = re.compile(rb"^=+\n=\s+BAD TERMINATION|^-+\nA daemon failed to report back", re.MULTILINE)
 """Start of MPICH's report on a dead rank and of Open MPI's on a host, on standard output. Programs may print such
@@ -60,7 +61,7 @@ def deaths(text: str) -> list[Death]:
     begun = text.find("Terminating StepId")
     for line in SRUN.finditer(text):
         host, tasks, how = line.groups()
-        found += [_srun(rank, host, how, -1 < begun < line.start()) for rank in expand(tasks)]
+        found += [_srun(rank, host, how, -1 < begun < line.start()) for rank in numbers_in(tasks)]
     return found
 
 
@@ -115,13 +116,7 @@ def left(text: str, ranks: Iterable[int]) -> list[int]:
 
 
 def _heard(text: str) -> set[int]:
-    return {rank for _, tasks, _ in SRUN.findall(text) for rank in expand(tasks)}
-
-
-def expand(tasks: str) -> list[int]:
-    """Expands Slurm's list of tasks: '0,2-3' gives [0, 2, 3]."""
-    ranges = [part.partition("-") for part in tasks.split(",") if part]
-    return [rank for first, _, last in ranges for rank in range(int(first), int(last or first) + 1)]
+    return {rank for _, tasks, _ in SRUN.findall(text) for rank in numbers_in(tasks)}
 
 
 SRUN_SIGNALS = {

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpctrain.system.kernel import read_text
+from hpctrain.system.quantities import numbers_in
 
 DRIVERS = {"efa": "EFA", "hfi1": "Omni-Path"}
 """Networks other than InfiniBand whose adapters are listed with it, by their driver."""
@@ -30,13 +31,9 @@ def fabric(root: Path = Path("/")) -> str:
 def cores_near(pci: str, root: Path = Path("/")) -> set[int]:
     """Cores of the NUMA node of a PCI device, such as ``0000:3b:00.0``; empty if unknown."""
     node = read_text(root / "sys/bus/pci/devices" / pci.lower() / "numa_node").strip()
-    return cores_in(read_text(root / f"sys/devices/system/node/node{node}/cpulist")) if node.isdecimal() else set()
-
-
-def cores_in(text: str) -> set[int]:
-    """Core numbers of a list as the kernel writes it: ``0-3,8``."""
-    spans = [word.partition("-") for word in text.strip().split(",") if word]
-    return {core for first, _, last in spans for core in range(int(first), int(last or first) + 1)}
+    return (
+        set(numbers_in(read_text(root / f"sys/devices/system/node/node{node}/cpulist"))) if node.isdecimal() else set()
+    )
 
 
 def own_cores(rank: int, of_ranks: Sequence[tuple[Sequence[int], Sequence[int]]]) -> set[int]:

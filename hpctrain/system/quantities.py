@@ -57,6 +57,12 @@ def quantity(key: str, value: object) -> str | None:
     return duration(value) if is_time else None
 
 
+def numbers_in(text: str) -> list[int]:
+    """Returns the numbers in a list as the kernel and Slurm write them: '0,2-3' gives [0, 2, 3]."""
+    spans = [word.partition("-") for word in text.strip().split(",") if word]
+    return [number for first, _, last in spans for number in range(int(first), int(last or first) + 1)]
+
+
 def ranges(numbers: Iterable[int]) -> list[str]:
     """Formats numbers as ascending ranges: 0, 1, 2, 7 become '0-2' and '7'."""
     runs: list[list[int]] = []

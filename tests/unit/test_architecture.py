@@ -56,7 +56,7 @@ permission."""
 
 TOKENS: dict[str, int] = {
     "errors": 1026,
-    "system": 13382,
+    "system": 13395,
     "config": 12149,
     "comm": 6043,
     "run": 26434,
@@ -66,11 +66,11 @@ TOKENS: dict[str, int] = {
     "tasks": 7317,
     "backends": 122227,
     "checkpoint": 51873,
-    "monitor": 32633,
+    "monitor": 32599,
     "track": 6576,
     "rank": 15616,
     "programs": 4748,
-    "launch": 50625,
+    "launch": 50595,
     "report": 12947,
     "callbacks": 897,
     "watch": 4926,

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from hpctrain.monitor.shared import place_of
+from hpctrain.system.quantities import numbers_in
 
 REASONS = {
     0x08: "hardware slowdown",
@@ -91,8 +92,7 @@ def own_gpus(count: int, environment: Mapping[str, str]) -> list[int]:
     named = environment.get("SLURM_STEP_GPUS") or environment.get("SLURM_JOB_GPUS") or ""
     if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", named):
         return list(range(count))
-    spans = [word.partition("-") for word in named.split(",")]
-    ours = {index for first, _, last in spans for index in range(int(first), int(last or first) + 1)}
+    ours = set(numbers_in(named))
     return [index for index in range(count) if index in ours or len(ours) >= count]
 
 

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.errors import Code
-from hpctrain.launch.launcher_messages import deaths, expand, left, lost_node, not_started, silent, silent_hosts
+from hpctrain.launch.launcher_messages import deaths, left, lost_node, not_started, silent, silent_hosts
 from hpctrain.run.first_cause import Death, Standing, first_cause
+from hpctrain.system.quantities import numbers_in
 
 OPEN_MPI_5 = """--------------------------------------------------------------------------
 prterun noticed that process rank 1 with PID 12395 on node vm exited on
@@ -141,8 +142,8 @@ def test_ranks_of_a_node_that_srun_lost():
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=20, unique=True).map(sorted))
 def test_lists_of_tasks_expand(tasks):
-    assert expand(",".join(map(str, tasks))) == tasks
-    assert expand(f"{tasks[0]}-{tasks[0] + 3}") == [tasks[0] + i for i in range(4)]
+    assert numbers_in(",".join(map(str, tasks))) == tasks
+    assert numbers_in(f"{tasks[0]}-{tasks[0] + 3}") == [tasks[0] + i for i in range(4)]
 
 
 @given(st.text(max_size=300), st.sampled_from(["", OPEN_MPI_5, OPEN_MPI_4, OPEN_MPI_CODE]))

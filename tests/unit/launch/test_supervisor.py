@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 import shlex
@@ -514,3 +515,18 @@ def test_the_reason_for_which_an_attempt_was_ended_stands(tmp_path: Path) -> Non
     for now in (1.0, 3.0):  # the ranks take longer to end than they had to stop
         attempt.tick(now)
         assert attempt.failure is not None and attempt.failure.reason == "ended at once by a second Ctrl-C"
+
+
+def test_a_launcher_that_cannot_be_started_is_a_failed_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+
+    def no_process(*words: object, **options: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", no_process)
+    number = Attempts(run).begin(Attempt(ranks=2))
+    lock = LiveLock(run, myself())
+    verdict, words = WatchedAttempt(Launch(["mpirun"], {}, 2), run, number, lock, StopSignals(), Limits()).run()
+    assert (verdict.action, words) == (Action.REQUEUE, [])
+    assert verdict.reason == "mpirun could not be run: Resource temporarily unavailable"

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.system.fabric import cores_in, cores_near, fabric, own_cores
+from hpctrain.system.fabric import cores_near, fabric, own_cores
+from hpctrain.system.quantities import numbers_in
 
 
 def write(root: Path, **files: str) -> None:
@@ -59,7 +60,7 @@ def test_cores_near_a_device_are_those_of_its_node(tmp_path: Path) -> None:
     )
     assert cores_near("0000:3B:00.0", tmp_path) == {4, 5, 6, 12}
     assert cores_near("0000:af:00.0", tmp_path) == cores_near("0000:01:00.0", tmp_path) == set()
-    assert cores_in("\n") == set()
+    assert numbers_in("\n") == []
 
 
 EVERY = range(8)
