@@ -1,8 +1,9 @@
 """The run file: its sections, each a frozen dataclass, and what they must have in common.
 
-The files of keys are the only place where defaults live. Units are part of the names (``_steps``, ``_s``, ``_bytes``).
-Every field has a docstring: they make ``--help`` and the reference page. Ranges of numbers are part of their types,
-other checks are in ``__post_init__``; features that do not go together are in ``combinations``.
+The files of keys are the only place where defaults live; other rooms import their names from here. Units are part of
+the names (``_steps``, ``_s``, ``_bytes``). Every field has a docstring: they make ``--help`` and the reference page.
+Ranges of numbers are part of their types, other checks are in ``__post_init__``; features that do not go together are
+in ``combinations``.
 """
 
 from __future__ import annotations
@@ -37,44 +38,6 @@ from hpctrain.config.training_keys import (
 )
 from hpctrain.config.values import KEPT_BY_LIBRARIES, holds_credentials
 from hpctrain.config.watching_keys import MonitorConfig, ProfileConfig, TrackConfig
-
-__all__ = (
-    "DECISIVE",
-    "LARGEST_SEED",
-    "NAME",
-    "ONE_OF",
-    "OPTIMIZERS",
-    "PARTS",
-    "SHARDS",
-    "CheckpointConfig",
-    "Config",
-    "DataConfig",
-    "Decisive",
-    "EarlyStopConfig",
-    "Engine",
-    "LaunchConfig",
-    "MonitorConfig",
-    "NotNegative",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "PlateauConfig",
-    "ProfileConfig",
-    "ReduceConfig",
-    "RunDirTierConfig",
-    "ScheduleConfig",
-    "Section",
-    "SlurmConfig",
-    "StoreTierConfig",
-    "SyncConfig",
-    "TierConfig",
-    "TiersConfig",
-    "TrackConfig",
-    "TrainConfig",
-    "WrongValue",
-    "is_given",
-    "require_store",
-)  # fmt: skip
-"""What other rooms need of the files of keys."""
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 LARGEST_SEED = 2**64 - 1

@@ -57,7 +57,7 @@ permission."""
 TOKENS: dict[str, int] = {
     "errors": 1026,
     "system": 13395,
-    "config": 12149,
+    "config": 12077,
     "comm": 6043,
     "run": 26434,
     "data": 43619,
