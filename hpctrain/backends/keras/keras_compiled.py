@@ -119,15 +119,15 @@ def adopted(task: KerasTask, fields: Sequence[str]) -> KerasTask:
     model = task.model
     if trains_itself(model):
         return with_own_optimizers(task, fields)
-    if not isinstance(model, keras.Model) or not model.compiled:
-        if callable(model) and not isinstance(model, (type, types.FunctionType, keras.Layer)):
-            raise UserError(f"model of the KerasTask is {kind_of(model)}", "give a keras.Model, or return a TorchTask")
-        return dataclasses.replace(task, loss=as_loss(task.loss, fields))
-    optimizer = model.optimizer if task.optimizer is None else task.optimizer
-    if task.optimizer is None and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        optimizer = optimizer.inner_optimizer  # compile wraps it for fp16, but the run scales the loss itself
-    task = dataclasses.replace(task, optimizer=optimizer)
-    if task.loss is not None:
+    if callable(model) and not isinstance(model, (type, types.FunctionType, keras.Layer)):
+        raise UserError(f"model of the KerasTask is {kind_of(model)}", "give a keras.Model, or return a TorchTask")
+    compiled = isinstance(model, keras.Model) and model.compiled
+    if compiled and task.optimizer is None:
+        scaled = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+        # compile wraps it for fp16, but the run scales the loss itself
+        optimizer = model.optimizer.inner_optimizer if scaled else model.optimizer
+        task = dataclasses.replace(task, optimizer=optimizer)
+    if task.loss is not None or not compiled:
         return dataclasses.replace(task, loss=as_loss(task.loss, fields))
     if model._compile_loss is None:
         raise UserError("neither the task nor compile has a loss", "give one: model.compile(optimizer, loss='mse')")
@@ -217,20 +217,20 @@ def as_loss(given: Any, fields: Sequence[str]) -> Any:
     Raises:
         UserError: the name is unknown, or the loss is not a mean over the samples.
     """
+    loss, name = given, getattr(given, "__name__", type(given).__name__)
     if isinstance(given, str):
         try:
-            return functools.partial(of_target, keras.losses.get(given), target_of(fields, repr(given)))
+            loss, name = keras.losses.get(given), repr(given)
         except ValueError:
             raise no_such_loss(given, SOME) from None
-    if isinstance(given, type) and issubclass(given, keras.losses.Loss):
-        raise not_called(given.__name__)
-    if isinstance(given, keras.losses.Loss):
+    elif isinstance(given, type) and issubclass(given, keras.losses.Loss):
+        raise not_called(name)
+    elif isinstance(given, keras.losses.Loss):
         if given.reduction not in MEANS:
-            raise no_mean(type(given).__name__)
-        return functools.partial(of_target, given, target_of(fields, type(given).__name__))
-    if isinstance(given, types.FunctionType) and given.__module__.startswith("keras."):
-        return functools.partial(of_target, given, target_of(fields, given.__name__))
-    return given
+            raise no_mean(name)
+    elif not isinstance(given, types.FunctionType) or not given.__module__.startswith("keras."):
+        return given
+    return functools.partial(of_target, loss, target_of(fields, name))
 
 
 NAMES = {"lr": "learning_rate", "eps": "epsilon"}
