@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -82,15 +83,16 @@ def test_the_job_is_requeued_or_ends(
 
 
 @pytest.mark.parametrize(
-    ("launch", "watched"),
+    ("launch", "has_srun", "watched"),
     [
-        ({"nodes": 2}, False),
-        ({"nodes": 2, "min_nodes": 1}, True),
-        ({"nodes": 2, "spare_nodes": 1}, True),
+        ({"nodes": 2}, True, False),
+        ({"nodes": 2, "min_nodes": 1}, True, True),
+        ({"nodes": 2, "min_nodes": 1}, False, False),
+        ({"nodes": 2, "spare_nodes": 1}, True, True),
     ],
 )
 def test_a_job_that_slurm_keeps_is_watched_from_its_last_node(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: dict[str, int], watched: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: dict[str, int], has_srun: bool, watched: bool
 ) -> None:
     begun: list[list[str]] = []
     ended: list[bool] = []
@@ -99,6 +101,7 @@ def test_a_job_that_slurm_keeps_is_watched_from_its_last_node(
         terminate: Callable[[], None] = staticmethod(lambda: ended.append(True))
 
     monkeypatch.setattr(client, "hosts", lambda nodelist: ["n1", "n2"])
+    monkeypatch.setattr(shutil, "which", lambda program: f"/usr/bin/{program}" if has_srun else None)
     monkeypatch.setattr(client, "begin_step", lambda words: begun.append(list(words)) or Step())
     config = Config("r", launch=LaunchConfig(command=("true",), **launch))  # type: ignore[arg-type]
     job = Job("7", nodes=2, ranks=2, restarts=0, nodelist="n[1-2]")
