@@ -27,12 +27,16 @@ from hpctrain.run.run_status import UNKNOWN, Word
 from hpctrain.run.run_view import RunView, run_config
 from hpctrain.system import foreign_text
 from hpctrain.system.foreign_text import answer
+from hpctrain.system.json_shape import flat
+from hpctrain.system.output import say
 from hpctrain.system.quantities import positive
 
 POLL_S = (0.5, 10.0)
 """First and longest pause between queries of the queue."""
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD")
 """States of jobs that have nothing to save."""
+JOB_KEYS = ("launch.nodes", "launch.ranks_per_node", "launch.slurm.")
+"""Keys that say what a job asks for, or how they begin."""
 FOLLOW_S = 0.5
 """Seconds between two reads of a log that is followed."""
 
@@ -100,11 +104,24 @@ def submit(args: argparse.Namespace) -> int:
         raise UserError(f"{folder.path} holds no run to resume", "start it with hpctrain submit")
     if resumes and resolve_run.elements_of(folder):
         raise UserError(f"{folder.path} is an array of runs", f"resume one of them: hpctrain resume {args.target}/0")
-    config = schedulers.as_submitted(config, folder) if resumes else config
+    if resumes:
+        tell_changes(args.target, config, folder)
+        config = schedulers.as_submitted(config, folder)
     elements = [] if resumes else elements_of(args)
     at_once = None if resumes else args.at_once
     options = SubmitOptions(elements, at_once, args.chain, args.after, args.exclude, resumes=resumes)
     return send(args, config, folder, options, refuses_finished=resumes and not args.overrides)
+
+
+def tell_changes(target: str, config: Config, folder: RunDir) -> None:
+    """Says in what a run file asks for another job than the run had: perhaps it was submitted with options."""
+    if Path(target).is_dir():
+        return
+    before, now = (flat(dataclasses.asdict(one)) for one in (resolve_run.configured(str(folder.path))[0], config))
+    asked = [key for key in before if key.startswith(JOB_KEYS)]
+    changed = [f"{key} is {now[key]} (was {before[key]})" for key in asked if now.get(key) != before[key]]
+    if changed:
+        say(f"{', '.join(changed)}; hpctrain resume {folder.path} keeps what the run had")
 
 
 def elements_of(args: argparse.Namespace) -> list[Config]:

@@ -181,7 +181,7 @@ def by_stop(data: RunHistory) -> Explanation | None:
     timed = Code.TIME_LIMIT in (requested, verdict.code if verdict else Code.UNKNOWN)
     code = Code.TIME_LIMIT if timed else Code.STOPPED
     if request is not None:
-        where = f"{request.by or 'a request'} was seen at step {request.step}"
+        where = f"the ranks stopped after step {request.step}, as asked by {request.by or 'a request'}"
     else:  # before the first step, no events are written
         where = (verdict.reason if verdict else "") or "a request was seen"
     saved = data.last(events.CheckpointSaved)
@@ -260,9 +260,14 @@ def unknown(data: RunHistory, state: RunState | None = None) -> Explanation:
 
 
 def stragglers(data: RunHistory) -> list[Explanation]:
-    """The monitor's three costliest findings, of at least COSTLY; a spell that is over counts for its steps only."""
+    """The monitor's three costliest findings, of at least COSTLY; a spell that is over counts for its steps only.
+
+    A short run's pauses on changing ranks, and changes since its first steps, are left out.
+    """
     found: dict[tuple[object, ...], list[tuple[float, str]]] = defaultdict(list)
     for event, until in _spells(data):
+        if event.kind in ("rotating", "global") and data.run.account.is_short:
+            continue
         cost, about = event.cost or 0.0, event.text
         if until is not None:
             cost *= max(until - event.step, 0) / max(last_step(data), 1)

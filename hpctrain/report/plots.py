@@ -21,6 +21,8 @@ POINTS = 400
 """Most points of a curve."""
 MOST_ROWS, MOST_COLUMNS = 64, 120
 """Largest heat map."""
+WIDE = 20
+"""Ratio of the largest loss to the smallest above which losses are drawn on a logarithmic scale."""
 STACK_COLUMNS = 200
 """Most intervals in the phase breakdown."""
 
@@ -46,7 +48,9 @@ def line_section(
 ) -> ReportSection:
     """A line chart and its table; see ``charts.line_chart``."""
     rows = [(line.name, x, y) for line in lines for x, y in zip(line.x, line.y, strict=True)]
-    chart = charts.line_chart(title, lines, x_label, marks, from_zero)
+    values = [y for line in lines for y in line.y]
+    is_wide = key.startswith("loss") and values and 0 < WIDE * min(values) < max(values)
+    chart = charts.line_chart(title, lines, x_label, marks, from_zero, log_y=bool(is_wide))
     return ReportSection(key, chart, ("curve", x_label, "value"), rows)
 
 

@@ -58,7 +58,7 @@ def of_ranks(ranks: Sequence[int]) -> str:
 
 def costs(verdict: Finding) -> str:
     """Says what it costs."""
-    return f"costs {verdict.cost:.0%} of the time" + (f" {verdict.note}" if verdict.note else "")
+    return f"which costs {verdict.cost:.0%} of the time" + (f" {verdict.note}" if verdict.note else "")
 
 
 def of_plan(verdict: Finding) -> str:
@@ -116,7 +116,7 @@ BY_KIND = {
         "with so few ranks there is no telling which is off"
     ),
     Kind.ROTATING: lambda v: (
-        f"pauses on changing ranks ({WORDS[v.cause]}) cost {v.cost:.0%} of the time: {no_rank(v)} to blame"
+        f"pauses on changing ranks ({WORDS[v.cause]}) cost {v.cost:.0%} of the time: {no_rank(v)} is the cause"
     ),
     Kind.IMBALANCE: lambda v: (
         f"{of_work(v)}, which costs {v.cost:.0%} of the time ({v.step_s:.2g} s per step): {no_rank(v)} is slow"
@@ -129,11 +129,11 @@ BY_KIND = {
     ),
     Kind.NETWORK: lambda v: (
         f"the exchange takes {1 + v.slowdown:.1f} times as long as at the start, {costs(v)}: "
-        f"network, {no_rank(v)} to blame"
+        f"network, {no_rank(v)} is the cause"
     ),
     Kind.GLOBAL: lambda v: (
         f"all {'other ' if v.has_named else ''}ranks are {v.slowdown:.0%} slower than at the start, {costs(v)}: "
-        f"{no_rank(v)} to blame"
+        f"{no_rank(v)} is the cause"
     ),
     Kind.ABSTAIN: lambda v: f"cannot compare ranks: {of_ranks(v.ranks)}: {v.note}",
 }

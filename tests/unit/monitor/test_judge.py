@@ -303,7 +303,7 @@ def test_what_slows_all_others_too_is_told_beside_the_named_rank() -> None:
     [verdict] = outcome.of(Kind.GLOBAL)
     assert verdict.slowdown == pytest.approx(0.25, abs=0.05)
     assert sentence.of_verdict(verdict).startswith("all other ranks are 2")
-    assert sentence.of_verdict(verdict).endswith("no other rank to blame")
+    assert sentence.of_verdict(verdict).endswith("no other rank is the cause")
 
 
 def large(index: int, ranks: int, slow: np.ndarray) -> Window:

@@ -183,7 +183,7 @@ def test_a_plain_command_runs_without_events() -> None:
 
 
 def test_verdicts_and_failures_are_sentences() -> None:
-    slow = "rank 1 on n2 is 24% slower than its peers: reading data, costs 19% of the time"
+    slow = "rank 1 on n2 is 24% slower than its peers: reading data, which costs 19% of the time"
     shown = text(view(live=maker(LiveWindow)({**live(2), "verdicts": [slow]})), width=60)
     assert slow.split(":")[0] in shown and "nothing stands out" not in shown
     made = view(attempts=typed(attempt(1, 5.0, KILLED), attempt(2, restarts=1)))

@@ -420,6 +420,19 @@ def test_mpi_types_of_old_and_new_slurm() -> None:
     assert client.parse_mpi_types(old) == ["none", "pmi2", "pmix_v3"]
 
 
+def test_a_run_file_that_asks_for_another_job_than_the_run_had_is_told(
+    tmp_path: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("r.yaml").write_text("name: r\nlaunch: {command: [sh]}\n")
+    for target, told in (("r.yaml", True), ("runs/r", False)):
+        Path("runs/r").mkdir(parents=True, exist_ok=True)
+        Path("runs/r/run.yaml").write_text("name: r\nlaunch: {command: [sh], nodes: 2, slurm: {time: '2'}}\n")
+        assert main(["resume", "--dry-run", target]) == 0
+        said = capsys.readouterr().err
+        assert ("launch.nodes is 1 (was 2), launch.slurm.time is" in said and "hpctrain resume" in said) is told
+
+
 def test_an_array_is_not_resumed_as_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder in (tmp_path, tmp_path / "0"):
         folder.mkdir(exist_ok=True)
