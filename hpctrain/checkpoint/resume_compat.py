@@ -137,7 +137,7 @@ def refuse_changes(saved: Mapping[str, Any], now: Mapping[str, Any], where: str)
     fix = "restore the run file, give the run another name, or begin again with --fresh"
     if any(key in LENGTH for key, _, _ in found):
         kind = now["config"]["schedule"]["kind"]
-        shown += f" (schedule.kind {kind} depends on the run's length: a longer run has other rates from the start)"
+        shown += f" (schedule.kind {kind} depends on the run's length: another one changes the rates from the start)"
     if any(key == "training data" for key, _, _ in found):
         before, after = (
             ", ".join(source["address"] for source in each.get("data_sources") or ()) for each in (saved, now)

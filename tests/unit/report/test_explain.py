@@ -198,7 +198,11 @@ def test_checkpoints_that_could_not_be_written(
     ("events", "by", "kept"),
     [
         ([], "a request was seen", "no checkpoint was saved"),
-        ([StopRequested(step=5, attempt=1)], "the ranks stopped after step 5, as asked by a request", "no checkpoint was saved"),
+        (
+            [StopRequested(step=5, attempt=1)],
+            "the ranks stopped after step 5, as asked by a request",
+            "no checkpoint was saved",
+        ),
         (
             [
                 StopRequested(step=3, attempt=1),
