@@ -64,7 +64,7 @@ TOKENS: dict[str, int] = {
     "reduce": 11968,
     "train": 14467,
     "tasks": 7317,
-    "backends": 122190,
+    "backends": 122167,
     "checkpoint": 51873,
     "monitor": 32599,
     "track": 6576,

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,14 +76,10 @@ def matrices(one: tf.Operation) -> int:
     return elements(one.outputs[0].shape) * elements(one.inputs[0].shape[-2 if is_turned else -1 :][:1])
 
 
-def convolution(one: tf.Operation) -> int:
-    """Multiplications of a convolution: outputs times filter size (all axes but the last, for any number of groups)."""
-    return elements(one.outputs[0].shape) * elements(one.inputs[1].shape[:-1])
-
-
-def depthwise(one: tf.Operation) -> int:
-    """Multiplications of a depthwise convolution: outputs times the filter's spatial size."""
-    return elements(one.outputs[0].shape) * elements(one.inputs[1].shape[:2])
+def convolution(one: tf.Operation, axes: int = -1) -> int:
+    """Multiplications of a convolution: outputs times filter size (all axes but the last, for any number of groups;
+    the first two if it is depthwise)."""
+    return elements(one.outputs[0].shape) * elements(one.inputs[1].shape[:axes])
 
 
 def transposed(one: tf.Operation) -> int:
@@ -113,7 +110,7 @@ COUNTS: dict[str, Callable[[Any], int]] = {
     **dict.fromkeys(("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), matrices),
     **dict.fromkeys(("Conv2D", "Conv3D"), convolution),
     **dict.fromkeys(("Conv2DBackpropInput", "Conv3DBackpropInputV2"), transposed),
-    "DepthwiseConv2dNative": depthwise,
+    "DepthwiseConv2dNative": partial(convolution, axes=2),
     "Einsum": einsum,
 }
 """Function that counts multiplications, by type of operation."""
