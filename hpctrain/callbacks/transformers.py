@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import TrainerCallback, trainer_utils
 
 from hpctrain.errors import ExitCode
 from hpctrain.programs.own_loop import checkpoint_saved, saved_step, stop_requested
@@ -53,5 +53,5 @@ def newest_checkpoint(output_dir: str) -> str | None:
     whole = folder / f"checkpoint-{saved_step()}"
     if whole.is_dir():
         return str(whole)
-    found: str | None = get_last_checkpoint(output_dir) if folder.is_dir() else None
-    return found
+    last: Callable[[str], str | None] = trainer_utils.get_last_checkpoint  # which has no types
+    return last(output_dir) if folder.is_dir() else None

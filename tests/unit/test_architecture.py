@@ -72,7 +72,7 @@ TOKENS: dict[str, int] = {
     "programs": 4748,
     "launch": 50595,
     "report": 13016,
-    "callbacks": 897,
+    "callbacks": 908,
     "watch": 4926,
     "doctor": 4520,
     "horovod_wheel": 4078,
