@@ -9,8 +9,20 @@ import threading
 from collections.abc import Callable
 
 import pytest
+import torch
 
-from hpctrain.backends.torch.process_groups import GLOO_THREAD, IN_SWITCHES, await_gloo, sum_exactly
+from hpctrain.backends.torch import process_groups
+from hpctrain.backends.torch.process_groups import (
+    GLOO_THREAD,
+    IN_SWITCHES,
+    INTERFACE,
+    await_gloo,
+    sum_exactly,
+    use_shared_network,
+)
+from hpctrain.comm.group import Group
+from hpctrain.comm.world import World
+from hpctrain.system.address import Interface
 from tests.support.mpi import PATIENCE_S
 
 PR_SET_NAME = 15
@@ -63,3 +75,18 @@ def test_nccl_does_not_add_in_switches_unless_the_user_lets_it(monkeypatch: pyte
     monkeypatch.delenv(other, raising=False)
     sum_exactly()
     assert (os.environ[first], os.environ.pop(other)) == ("1", "0")
+
+
+@pytest.mark.parametrize(("own", "nodes", "found"), [(None, 2, "=ib0"), (None, 1, None), ("eth1", 2, "eth1")])
+def test_nccl_uses_the_network_that_the_hosts_meet_on(
+    own: str | None, nodes: int, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(INTERFACE, own or "")
+    if own is None:
+        monkeypatch.delenv(INTERFACE)
+    monkeypatch.setattr(process_groups, "interfaces", lambda: [Interface("10.4.0.1", "10.4.0.0/16", 0, fast=True)])
+    monkeypatch.setattr(process_groups, "interface_of", {"10.4.0.1": "ib0"}.get)
+    group = Group("two hosts")
+    monkeypatch.setattr(group, "allgather", lambda mine, what: [mine, ["10.4.0.2"]])
+    use_shared_network(World(group, group, group, node=0, nodes=nodes, host="here"), torch.device("cuda"))
+    assert os.environ.pop(INTERFACE, None) == found
