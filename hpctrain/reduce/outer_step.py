@@ -73,11 +73,12 @@ class OuterStep:
         """Exchanges all progress; returns the outer weights, from which this rank continues: copy them. Collective.
 
         Args:
-            weights: this rank's current weights, with no part being exchanged.
+            weights: this rank's current weights, with no part being exchanged; they are overwritten.
         """
-        progress = weights - self.outer
-        self.sums.begin_add(progress, WHAT)(True)
-        self._step(slice(None), progress / self.ranks)
+        weights -= self.outer
+        self.sums.begin_add(weights, WHAT)(True)
+        weights /= self.ranks
+        self._step(slice(None), weights)
         return self.outer
 
     @property
@@ -122,7 +123,8 @@ class OuterStep:
 
     def _step(self, at: slice, progress: Flat) -> None:
         if self.momentum:
-            self.velocity[at] = self.momentum * self.velocity[at] + progress
+            self.velocity[at] *= self.momentum
+            self.velocity[at] += progress
             progress = progress + self.momentum * self.velocity[at]
         self.outer[at] += self.rate * progress
 

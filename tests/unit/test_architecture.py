@@ -61,7 +61,7 @@ TOKENS: dict[str, int] = {
     "comm": 6043,
     "run": 26434,
     "data": 43619,
-    "reduce": 11968,
+    "reduce": 11966,
     "train": 14467,
     "tasks": 7317,
     "backends": 122167,
