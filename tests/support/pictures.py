@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import yaml
 from PIL import Image
 from rich.console import Console
 
@@ -27,7 +28,7 @@ from hpctrain.watch.terminal import WatchedRun
 from tests.slurm.cluster import two_nodes
 from tests.slurm.run import Run
 from tests.support import tutorial
-from tests.support.command import HPCTRAIN, environment, hpctrain
+from tests.support.command import HPCTRAIN, environment, hpctrain, reaches_step, started, wait_for
 
 ROOT = Path(__file__).parents[2]
 MOST_BYTES = 150_000
@@ -77,19 +78,28 @@ def main(folder: Path) -> None:
         assert size < MOST_BYTES, f"{picture} is larger than {MOST_BYTES} bytes"
 
 
+def gpt(work: Path, **train: object) -> dict[str, object]:
+    """Keys of a run of a GPT on the text of the docs."""
+    tokens = work / "tokens.h5"
+    if not tokens.exists():
+        hpctrain("data", "pack", ROOT / "docs", "--kind", "text", "--context", 128, "-o", tokens, cwd=work)
+    return {
+        "name": "gpt",
+        "task": f"{ROOT}/examples/gpt.py:task",
+        "task_args": {"train": str(tokens), "width": 256, "blocks": 6, "heads": 8, "kv_heads": 4},
+        "train": {"global_batch": 16, "clip_norm": 1.0, **train},
+        "schedule": {"kind": "cosine", "warmup_steps": 40, "final_factor": 0.1},
+    }
+
+
 def watch(work: Path, picture: Path) -> None:
     """Draw the live view of a job of Slurm on two nodes, after it has reached two time limits of two minutes."""
-    hpctrain("data", "pack", ROOT / "docs", "--kind", "text", "--context", 128, "-o", work / "tokens.h5", cwd=work)
     (work / "slurm").mkdir()
     with two_nodes(work / "slurm") as cluster:
         job = Run.write(
             cluster,
             work / "job",
-            name="gpt",
-            task=f"{ROOT}/examples/gpt.py:task",
-            task_args={"train": str(work / "tokens.h5"), "width": 256, "blocks": 6, "heads": 8, "kv_heads": 4},
-            train={"steps": 1200, "global_batch": 16, "clip_norm": 1.0},
-            schedule={"kind": "cosine", "warmup_steps": 100, "final_factor": 0.1},
+            **gpt(work, steps=1200),
             checkpoint={"tiers": {"memory": {"every_steps": 50}}},
             launch={"ranks_per_node": 1},
             slurm={"time": "2"},
@@ -107,17 +117,19 @@ def watch(work: Path, picture: Path) -> None:
 
 
 def report(work: Path, picture: Path) -> None:
-    """Draw the upper part of the report of the tutorial's run, resumed and completed."""
-    run = work / "runs" / "bearings"
-    for epochs in (20, 40):
-        hpctrain("run", "-n", 2, "bearings.yaml", "--run_dir", run, "--train.epochs", epochs, cwd=work, timeout=300)
+    """Draw the upper part of the report of a run of minutes that was stopped, resumed and completed."""
+    run, keys = work / "runs" / "gpt", {"checkpoint": {"every_steps": 60}, "track": {"every_steps": 5}}
+    (work / "gpt.yaml").write_text(yaml.safe_dump({**gpt(work, steps=240), **keys, "run_dir": str(run)}))
+    with started("run", "-n", 2, "gpt.yaml", cwd=work) as child:
+        wait_for("steps", reaches_step(run, 130), 600)
+        hpctrain("stop", run)
+        child.wait(60)
+    hpctrain("run", "-n", 2, "gpt.yaml", cwd=work, timeout=900)
     hpctrain("report", run)
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     assert browser, "chromium is needed"
     page, shot = work / "report.html", work / "report.png"
-    page.write_text(
-        (run / "report.html").read_text(encoding="utf-8").replace(str(work), "~/bearings"), encoding="utf-8"
-    )
+    page.write_text((run / "report.html").read_text(encoding="utf-8").replace(str(work), "~/gpt"), encoding="utf-8")
     command = [
         browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1100,1500",
         f"--user-data-dir={work / 'profile'}", f"--screenshot={shot}", page.as_uri(),
