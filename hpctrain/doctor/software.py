@@ -98,9 +98,8 @@ def _framework(topic: str, package: str, code: str, install: str) -> Check:
 def horovod() -> Iterator[Check]:
     """Checks Horovod: frameworks it was built for, its MPI library, NCCL."""
     if not is_installed("horovod"):
-        yield note(
-            "Horovod", "not installed and not needed: gradients go by NCCL on GPUs, else by MPI and shared memory"
-        )
+        value = "not installed, nor needed: gradients go by NCCL on GPUs, else by MPI and shared memory"
+        yield note("Horovod", value, f"for reduce.kind: horovod, {INSTALL_HOROVOD}")
         return
     built = built_for()
     version = importlib.metadata.version("horovod")

@@ -74,7 +74,7 @@ TOKENS: dict[str, int] = {
     "report": 13016,
     "callbacks": 908,
     "watch": 4926,
-    "doctor": 4520,
+    "doctor": 4525,
     "horovod_wheel": 4078,
     "bench": 8501,
     "commands": 17654,
