@@ -63,7 +63,7 @@ TOKENS: dict[str, int] = {
     "data": 43619,
     "reduce": 11966,
     "train": 14467,
-    "tasks": 7317,
+    "tasks": 7527,
     "backends": 122167,
     "checkpoint": 51873,
     "monitor": 32599,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -41,6 +43,40 @@ def test_styles_have_counterparts() -> None:
     assert cuts_of(Network(model__embed="embedding_rowwise"))["model.embed"] == vocabulary
     assert cuts_of(Network(is_tied=True)) == cuts, "the embedding stays whole, and so the head"
     assert set(cuts_of(nn.ModuleDict({"wrapped": Network()}))) == {f"wrapped.{name}" for name in PLAN}
+
+
+class Adapted(nn.Module):
+    """A layer of PEFT, which the model around it may have instead of some layers."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = layer
+        self.lora_A, self.lora_B = (nn.ModuleDict({"default": nn.Linear(4, 8)}) for _ in "AB")
+
+
+class Forwarding(nn.Module):
+    """Has what its model has, as PEFT's model does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inner = model
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name == "inner" else getattr(self.inner, name)
+
+
+def test_adapters_are_split_with_their_layers() -> None:
+    model = Network()
+    layer = model.model.layers[0]
+    layer["up"], layer["down"] = Adapted(layer["up"]), Adapted(layer["down"])
+    start = "inner.model.layers.0"
+    assert cuts_of(Forwarding(model)) == {
+        f"{start}.up.base_layer": columns,
+        f"{start}.up.lora_B.default": columns,
+        f"{start}.down.base_layer": rows,
+        f"{start}.down.lora_A.default": rows,
+        "inner.lm_head": columns(gathers=True),
+    }
 
 
 def test_models_without_a_plan_or_with_an_unknown_style_say_nothing() -> None:
