@@ -158,11 +158,11 @@ def save_charts(charts: Sequence[Chart], whole: Path, picture: Path) -> None:
 
 
 def save_small(source: Path, picture: Path) -> None:
-    """Save an image at most 1100 pixels wide, in 128 colours."""
+    """Save an image at most 1100 pixels wide, in 256 colours."""
     with Image.open(source) as image:
         plain = image.convert("RGB")
         plain.thumbnail((1100, 2000))
-        plain.quantize(128).save(picture, optimize=True)
+        plain.quantize(256, Image.Quantize.FASTOCTREE).save(picture, optimize=True)
 
 
 if __name__ == "__main__":
