@@ -19,7 +19,7 @@ from tests.support.mpi import printed
 from tests.support.plan_runs import predictions, require_near, require_same_state
 
 ALONE = {
-    **dict.fromkeys(("pp2-dp2", "pp4", "tp2-pp2", "sharded"), "alone"),
+    **dict.fromkeys(("pp2-dp2", "pp4", "tp2-pp2", "sharded", "gathered"), "alone"),
     "auto": "alone-unclipped",
     "adagrad": "alone-adagrad",
     "norms": "alone-norms",
@@ -93,7 +93,7 @@ def test_all_reducers_work_in_the_data_group_of_each_stage(found: Callable[[], t
 
 
 def test_every_plan_goes_on_where_another_one_stopped(found: Callable[[], tuple[Path, Found]]) -> None:
-    """Two stages, one, two with cut layers, four, and one process: same samples, and same final state."""
+    """Two stages whose layers are sharded, one, two with cut layers, four, and one process: same samples and state."""
     folder, results = found()
     losses = [loss for step in range(2, 7) for loss in results[f"chain-{step}"]["losses"]]
     require_near(losses, results["alone"]["losses"])
@@ -150,3 +150,7 @@ def test_what_would_train_wrongly_is_refused(found: Callable[[], tuple[Path, Fou
     assert "after step 2 the weights of rank 3 differ from those of rank 2" in results["drifted"]["error"]
     assert "ranks 0 and 2, which are stages of one model, got different samples" in results["astray"]["error"]
     assert "parallel.pipeline is 4, and the model has 3 layers with parameters to train" in results["few"]["error"]
+    assert (
+        "a function in layers= of the task holds places itself, which parallel.shard replaces"
+        in results["held"]["error"]
+    )

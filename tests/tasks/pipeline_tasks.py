@@ -66,9 +66,13 @@ class Gpt(nn.Module):
         self.blocks = nn.ModuleList([Block(dropout) for _ in range(4)])
         self.head = Head()
 
+    def embed(self, words: Tensor) -> dict[str, Any]:
+        """What the first block gets."""
+        return embed(self.table, self.places, words)
+
     def forward(self, words: Tensor) -> Tensor:
         """[n, length, words]."""
-        carried = embed(self.table, self.places, words)
+        carried = self.embed(words)
         for block in self.blocks:
             carried = block(carried)
         return self.head(carried)
@@ -142,6 +146,11 @@ def numbered(dropout: float = 0.0) -> TorchTask:
 def staged(dropout: float = 0.0) -> TorchTask:
     """``gpt`` with given stages: those by measured times may differ between runs, and so would their random numbers."""
     return dataclasses.replace(gpt(dropout), layers=lambda model: [layers(model)[:3], layers(model)[3:]])
+
+
+def methods(dtype: str = "float64") -> TorchTask:
+    """``gpt`` whose first layer is a method, which reads parameters of the model when it is called."""
+    return dataclasses.replace(gpt(dtype=dtype), layers=lambda model: [model.embed, *model.blocks, model.head])
 
 
 def sequential(norm: bool = False) -> TorchTask:

@@ -9,10 +9,6 @@ WITH_FULLY_SHARDED = {
         "the task has several models, none of which calls the others",
         "give the task one model, or set parallel.shard: optimizer",
     ),
-    Feature.PIPELINE: (
-        "parallel.pipeline is {1}, which would gather each layer for each of its micro-batches",
-        "set parallel.pipeline to 1, or parallel.shard: optimizer",
-    ),
     Feature.VERIFY: (
         "reduce.verify_every_steps is {1}: no two ranks have rows in common that could be compared",
         "leave reduce.verify_every_steps out",

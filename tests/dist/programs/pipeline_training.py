@@ -24,6 +24,13 @@ layout.LEAST_TILE_BYTES = 64  # tiles, as for large matrices
 WITH_NORMS: dict[str, Any] = {"task": "sequential", "task_args__norm": "true", "data__drop_last": "true"}
 """BatchNorm rejects a batch of a single sample."""
 BOTH: dict[str, Any] = {"task": "staged", "parallel__pipeline": 2, "parallel__tensor": 2, "task_args__dropout": 0.5}
+GATHERED: dict[str, Any] = {
+    "task": "methods",
+    "parallel__shard": "parameters",
+    "train__recompute": "['blocks.*']",
+    "reduce__kind": "auto",
+    "reduce__verify_every_steps": "null",
+}
 PLANS: dict[str, dict[str, Any]] = {
     "alone": {},
     "tp2": {"parallel__tensor": 2},
@@ -35,6 +42,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "tp2-zero": {"parallel__tensor": 2, "parallel__shard": "optimizer"},
     "fsdp": {"parallel__shard": "parameters", "train__recompute": "['blocks.*']"},
     "fsdp-tp2": {"parallel__shard": "parameters", "parallel__tensor": 2},
+    "fsdp-pp2": {**GATHERED, "parallel__pipeline": 2},
+    "fsdp-gradients-pp2": {**GATHERED, "parallel__pipeline": 2, "parallel__shard": "gradients"},
+    "fsdp-tp2-pp2": {**GATHERED, "parallel__tensor": 2, "parallel__pipeline": 2},
     "dp-nccl": {"reduce__kind": "nccl"},
     "zero-nccl": {"parallel__shard": "optimizer", "reduce__kind": "nccl"},
     "tp2-nccl": {"parallel__tensor": 2, "reduce__kind": "nccl"},
@@ -99,6 +109,8 @@ def on_four_ranks(folder: Path) -> dict[str, Any]:
         "pp4": run(folder, "pp4", parallel__pipeline=4, train__recompute="['blocks.*']"),
         "tp2-pp2": run(folder, "tp2-pp2", **two, parallel__tensor=2),
         "sharded": run(folder, "sharded", **two, parallel__shard="optimizer"),
+        "gathered": run(folder, "gathered", **two, **GATHERED),
+        "held": run(folder, "held", **two, **GATHERED | {"task": "gpt"}),
         "auto": run(folder, "auto", **two, reduce__kind="auto", train__clip_norm="null"),
         "adagrad": run(folder, "adagrad", **two, task_args__optimizer="adagrad"),
         "tied": run(folder, "tied", task="tied", **two),
@@ -116,10 +128,9 @@ def on_four_ranks(folder: Path) -> dict[str, Any]:
         "few": run(folder, "few", task="sequential", parallel__pipeline=4),
     }
     predict(folder, "tp2-pp2", tensor=2, pipeline=2)
-    plans: list[dict[str, int]] = [{"pipeline": 2}, {}, {"tensor": 2, "pipeline": 2}, {"pipeline": 4}]
+    plans: list[dict[str, Any]] = [two | GATHERED, {}, two | {"parallel__tensor": 2}, {"parallel__pipeline": 4}]
     for step, plan in enumerate(plans, start=2):
-        keys = {f"parallel__{key}": size for key, size in plan.items()}
-        found[f"chain-{step}"] = run(folder, "chain", steps=step, **keys)
+        found[f"chain-{step}"] = run(folder, "chain", steps=step, **{"task": "methods"} | plan)
     return found
 
 
@@ -144,7 +155,7 @@ def alone(folder: Path) -> dict[str, Any]:
         "alone-tied": run(folder, "alone-tied", task="tied"),
         "alone-norms": run(folder, "alone-norms", **WITH_NORMS),
         "alone-initial": run(folder, "alone-initial", steps=1, checkpoint__init_from=folder / "alone"),
-        "chain-6": run(folder, "chain"),
+        "chain-6": run(folder, "chain", task="methods"),
     }
     predict(folder, "alone")
     return found

@@ -153,7 +153,8 @@ class UpdateStep:
 
         samples, meets = samples_of(batch), self.passes.meets
         loss, flops = trying(call, self.parts.model, samples, compute.low_precision, meets)
-        self.parts.partition.try_loss(loss)
+        if loss is not None:  # stages hide the model from the loss
+            self.parts.partition.try_loss(loss)
         return flops
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
-import torch
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from hpctrain.backends.named_state import plain_name
@@ -22,7 +22,7 @@ from hpctrain.backends.torch.device import Compute
 from hpctrain.backends.torch.reduce.reducer import SummedGradients
 from hpctrain.backends.torch.reduce.torch_reducers import TorchReducers
 from hpctrain.backends.torch.state.optimizer import OptimizerPart, Slots
-from hpctrain.backends.torch.steps.update_step import PassRunner
+from hpctrain.backends.torch.steps.update_step import Parts, PassRunner
 from hpctrain.backends.torch.steps.updates import ReducerSource
 from hpctrain.backends.torch.strategies.exchange import Exchange, OpenExchange
 from hpctrain.backends.torch.strategies.parameter_traits import ParameterTraits, plain, traits_of
@@ -51,7 +51,7 @@ class Opening:
     config: StepSettings
     compute: Compute
     clock: StepClock
-    model: torch.nn.Module
+    model: Module
     """All models of the task as one module."""
     task_state: TaskState
     parts: Sequence[OptimizerPart]
@@ -133,12 +133,14 @@ class Prepared:
     """The part of the model that this rank has."""
     updates: Updates | None = None
     """Set by exactly one strategy."""
-    passes: PassRunner | None = None
-    """Runs passes, replacing the model in them; None if the model itself is called."""
+    root: Module | None = None
+    """The module with all layers that passes call, if it is not the model."""
+    passes: Callable[[Parts], PassRunner] | None = None
+    """Makes what runs passes, replacing the model in them; None if the model itself is called."""
     num_layers: int = 0
     """See train.framework.Facts."""
-    total_norm: Callable[[SummedGradients], float] | None = None
-    """L2 norm of the gradients of the whole model, on all ranks; None if it is the partition's. Collective."""
+    total_norm: Callable[[Partition, SummedGradients], float] = Partition.norm
+    """L2 norm of the gradients of the whole model, on all ranks, of which each has a part. Collective."""
     complete: Callable[[SummedGradients], object] = id
     """Completes the gradients that ranks have summed, before they are scaled. Collective; ``passes`` must meet."""
     placed: Callable[[Iterable[StateTensor]], list[StateTensor]] = list

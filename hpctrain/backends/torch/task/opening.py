@@ -220,7 +220,7 @@ def assembled(
             average=averages.of([parameter for _, parameter in share.pairs]),
             train=train,
             rule=rule_of(train, name),
-            total_norm=prepared.total_norm or partition.norm,
+            total_norm=functools.partial(prepared.total_norm, partition),
             complete=prepared.complete,
             on_device=compute.device.type != "cpu",
         )
@@ -230,7 +230,7 @@ def assembled(
     parts = Parts(
         task, model, models, world, compute, opening.clock, modes, partition, batch_norms, trained, exchanges, unchanged
     )
-    passes = prepared.passes or LossPasses(parts, prepared.compile_loss(task.loss))
+    passes = prepared.passes(parts) if prepared.passes else LossPasses(parts, prepared.compile_loss(task.loss))
     program: StepProgram = UpdateStep(parts, passes)
     if task.step is not None:
         program = OwnSteps(parts, task.step, train.accumulate, [part.optimizer for part in optimizer_state.every])

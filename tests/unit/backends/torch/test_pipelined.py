@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import queue
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hpctrain.backends.joint_statistics import BatchNorms
 from hpctrain.backends.torch.device import Compute
 from hpctrain.backends.torch.reduce.reducer import NoReducer
 from hpctrain.backends.torch.state.tensors import TorchTensor
+from hpctrain.backends.torch.steps.update_step import Modes, Parts
 from hpctrain.backends.torch.steps.updates import Passes
 from hpctrain.backends.torch.strategies.partition import uncut
 from hpctrain.backends.torch.strategies.pipeline.pipeline_strategy import stages_of
 from hpctrain.backends.torch.strategies.pipeline.pipelined import Pipelined
 from hpctrain.backends.torch.strategies.pipeline.stage import Stage
-from hpctrain.backends.torch.strategies.pipeline.stages import layers_of, staged
+from hpctrain.backends.torch.strategies.pipeline.stage_state import StageState
+from hpctrain.backends.torch.strategies.pipeline.stages import StageModel, layers_of, staged
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World, alone
 from hpctrain.errors import UserError
@@ -47,12 +51,21 @@ def test_layers_that_fail_are_named_with_their_line() -> None:
         stages_of(task, task.model, 2)
 
 
+def parts_of(task: TorchTask, model: nn.Module) -> Parts:
+    """What a pipeline shares with other programs."""
+    nothing: Any = None
+    modes = Modes(model)
+    return Parts(
+        task, model, {}, alone(), Compute(CPU), NO_CLOCK, modes, uncut(), BatchNorms(), {}, nothing, nullcontext
+    )
+
+
 def of_forward(forward: Callable[[Any, Any], Any]) -> float:
     """The gradient of one weight, of an update on the only stage of a model."""
     model = nn.Sequential(nn.Linear(1, 1, bias=False))
     task = TorchTask(model, lambda outputs, batch: outputs.sum(), forward=forward)
     stage = Stage(Group("pipeline"), CPU)
-    pipelined = Pipelined(task, layers_of(model, None), stage, Compute(CPU), uncut(), alone(), [], [])
+    pipelined = Pipelined(StageModel(model, layers_of(model, None)), stage, parts_of(task, model))
     passes = Passes(NoReducer(list(model.named_parameters())), 1.0, 1)
     host = {"x": np.ones((1, 1), np.float32)}
     pipelined.run(passes, [host], NO_CLOCK)
@@ -122,7 +135,7 @@ def gradients(stages: int, micro_batches: int) -> list[Tensor]:
         exchange: Any = Strict(messages) if stages > 1 else None
         stage = Stage(messages, CPU, exchange=exchange)
         own = staged(model, layers_of(model, None), stages).of(group.rank)
-        pipelined = Pipelined(task, own, stage, Compute(CPU), uncut(), alone(), [], [])
+        pipelined = Pipelined(StageModel(model, own), stage, parts_of(task, model))
         passes = Passes(NoReducer(list(model.named_parameters())), 1.0, 1)
         sizes = [number % 3 + 1 for number in range(micro_batches)]
         hosts = [{"x": np.full((size, 2), 0.1 * size)} for size in sizes]
@@ -145,11 +158,8 @@ def saved_by(stage: int) -> list[StateTensor]:
     """Of some state, by the last data rank's second tensor rank."""
     groups = {"data": Placed("data", 2, 3), "tensor": Placed("tensor", 1, 2), "pipeline": Placed("pipeline", stage, 3)}
     world = World(Group("world"), local=Group("local"), node=0, nodes=1, host="host", **groups)
-    model = nn.Sequential(nn.Linear(2, 2))
-    task = TorchTask(model)
-    pipelined = Pipelined(task, [], Stage(groups["pipeline"], CPU), Compute(CPU), uncut(), world, ["1.weight", "k"], [])
     number = np.zeros(())
-    return pipelined.placed(
+    return StageState(world, ["1.weight", "k"], {}, []).placed(
         [
             TorchTensor("model/1.weight", torch.zeros(4, 2)),
             TorchTensor("optimizer/step/1.weight", torch.zeros(())),

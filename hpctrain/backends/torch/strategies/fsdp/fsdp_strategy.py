@@ -64,7 +64,7 @@ def shard(opening: Opening, traits: ParameterTraits, prepared: Prepared) -> Prep
     whole = list(model.parameters())
     group = DefaultGroup(world.data, opening.compute.device)
     groups = shard_groups(world, opening.compute.device, config.shard_within == "node")
-    partition = shard_model(model, prepared.partition, groups, opening.compute, config)
+    partition = shard_model(model, prepared.partition, groups, opening.compute, config, prepared.root)
     every = partition.every
     mine = {id(before): own_rows(one, before) for one, before in zip(every, whole, strict=True) if one.rows}
     for optimizer in opening.optimizers:

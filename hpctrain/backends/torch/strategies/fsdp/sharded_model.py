@@ -148,7 +148,12 @@ class FullySharded(Partition):
 
 
 def shard_model(
-    model: Module, before: Partition, groups: ShardGroups, compute: Compute, config: ParallelConfig
+    model: Module,
+    before: Partition,
+    groups: ShardGroups,
+    compute: Compute,
+    config: ParallelConfig,
+    root: Module | None = None,
 ) -> FullySharded:
     """Shards all parameters by rows, which makes them DTensors. Does not communicate.
 
@@ -159,6 +164,7 @@ def shard_model(
         groups: the ranks.
         compute: this rank's device and precision.
         config: which layers are gathered, whether they stay whole until the backward pass, and where rows are.
+        root: the module that passes call, which has all layers, if it is not the model.
     """
     keeps, device = config.shard == "gradients", compute.device
     host = torch.device("cpu") if config.offload else device
@@ -171,26 +177,27 @@ def shard_model(
         "ignored_params": {parameter for parameter in before_sharding.values() if not parameter.ndim},
         "offload_policy": CPUOffloadPolicy(device.type != "cpu") if config.offload else OffloadPolicy(),
     }
-    for layer in (*layers, model):
+    root = root or model
+    for layer in (*layers, root):
         apart = with_statistics(layer, layers)
         if compute.low_precision and apart and layer not in apart:
             fully_shard(apart, reshard_after_forward=not keeps, **settings)
         fully_shard(
             layer,
-            reshard_after_forward=not keeps and layer is not model,  # which the backward pass begins with
+            reshard_after_forward=not keeps and layer is not root,  # which the backward pass begins with
             mp_policy=policy_of(layer, None if layer in apart else compute.low_precision),
             **settings,
         )
     if compute.allocates and any(parameter.is_meta for parameter in model.parameters()):
         model._apply(lambda it: torch.zeros_like(it, device=host if it.ndim else device) if it.is_meta else it)
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    modules = [module for module in root.modules() if isinstance(module, FSDPModule)]
     for module in modules:
         module.set_gradient_divide_factor(1.0)  # losses are scaled to the global batch
         module.set_force_sum_reduction_for_comms(True)
         sum_unused(module)
     every = [held(name, one, before_sharding[name], before, groups) for name, one in model.named_parameters()]
-    order = LayerOrder(layers, model, groups.data, waits=device.type == "cpu")
-    model.register_forward_hook(functools.partial(free, modules))
+    order = LayerOrder(layers, root, groups.data, waits=device.type == "cpu")
+    root.register_forward_hook(functools.partial(free, modules))
     return FullySharded(before, groups, modules, every, layers, order, keeps)
 
 

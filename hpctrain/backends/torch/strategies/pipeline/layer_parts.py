@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from hpctrain.errors import UserError
 from hpctrain.train.walk_objects import reached
@@ -47,6 +47,12 @@ def parts_of(call: Any) -> Iterator[Module | Tensor]:
             elif is_method(value) and (id(value.__self__), value.__func__) not in known:
                 known.add((id(value.__self__), value.__func__))
                 waiting += (value.__func__, *read_by(value.__func__, value.__self__))
+
+
+def held_by(call: Any) -> Parameter | None:
+    """A parameter that a function holds itself, in place of the module that has it."""
+    found = (value for _, value in reached(call, lambda one: isinstance(one, (Module, Tensor)) or is_method(one)))
+    return next((value for value in found if isinstance(value, Parameter)), None)
 
 
 def is_method(value: Any) -> bool:

@@ -13,11 +13,15 @@ from hpctrain.backends.named_state import parameter_of, plain_name
 from hpctrain.backends.torch.reduce.reducer import SummedGradients
 from hpctrain.backends.torch.strategies.estimated import Estimated
 from hpctrain.backends.torch.strategies.memory_estimate import MemoryEstimate, of_state
+from hpctrain.backends.torch.strategies.partition import Partition
+from hpctrain.backends.torch.strategies.pipeline.layer_parts import held_by
 from hpctrain.backends.torch.strategies.pipeline.layer_times import Whole
 from hpctrain.backends.torch.strategies.pipeline.pipelined import Pipelined
 from hpctrain.backends.torch.strategies.pipeline.stage import Stage
+from hpctrain.backends.torch.strategies.pipeline.stage_state import StageState
 from hpctrain.backends.torch.strategies.pipeline.stages import (
     FIELD,
+    StageModel,
     Stages,
     keep_stage,
     layers_of,
@@ -27,7 +31,7 @@ from hpctrain.backends.torch.strategies.pipeline.stages import (
 from hpctrain.backends.torch.strategies.pipeline.tied import Tied
 from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy
 from hpctrain.config.combinations import stated
-from hpctrain.config.features import Feature
+from hpctrain.config.features import TRAITS, Feature, Trait
 from hpctrain.errors import UserError, foreign_errors
 from hpctrain.system.user_errors import own_line, words
 from hpctrain.tasks.definition import TorchTask
@@ -42,16 +46,30 @@ def planned(opening: Opening) -> Strategy | None:
     if stages is None or opening.world.pipeline.size == 1:
         return None
     require_copies(opening, stages)
+    require_modules(opening, stages)
     return functools.partial(divide, opening, stages)
 
 
 def require_copies(opening: Opening, stages: Stages) -> None:
     """Raises UserError if stages cannot have copies of the parameters that they share."""
     name = next(iter(tied_parameters(opening.model, stages)), None)
-    if name is not None and Feature.SHARD in opening.features:
+    shard = next((one for one in opening.features if Trait.REDUCE_SCATTERS in TRAITS.get(one, ())), None)
+    if name is not None and shard is not None:
         raise UserError(
-            f"layers of several stages share {name}, and {stated(Feature.SHARD, None)}: no rank has the whole gradient",
+            f"layers of several stages share {name}, and {stated(shard, None)}: no rank has the whole gradient",
             "untie the layers, or leave parallel.shard out",
+        )
+
+
+def require_modules(opening: Opening, stages: Stages) -> None:
+    """Raises UserError if a layer holds a parameter itself, and sharding would replace it."""
+    held = next((one for layer in stages.layers if (one := held_by(layer.call)) is not None), None)
+    if held is not None and opening.gathers:
+        raise UserError(
+            f"a function in {FIELD} holds {opening.names().get(id(held), 'a parameter')} itself, which parallel.shard "
+            "replaces by rows of it",
+            "give a method of the model, such as model.embed, or functools.partial(function, module), and read the "
+            "parameter from the module",
         )
 
 
@@ -71,9 +89,8 @@ def stages_of(task: TorchTask, model: Module, stages: int) -> Stages | None:
 
 def divide(opening: Opening, stages: Stages, prepared: Prepared) -> Prepared:
     """Leaves this rank the layers of its stage."""
-    world, partition = opening.world, prepared.partition
-    task, model, compute = opening.task, opening.model, opening.compute
-    whole = Whole(task, model, opening.task_state, partition, compute)
+    world, model, compute = opening.world, opening.model, opening.compute
+    whole = Whole(opening.task, model, opening.task_state, prepared.partition, compute)
     stages = whole.chosen(stages, opening.stage_choice, world)
     require_copies(opening, stages)  # those that were planned may have needed none
     exchange = opening.exchange(world.pipeline, Neighbours.PIPELINE)
@@ -82,23 +99,24 @@ def divide(opening: Opening, stages: Stages, prepared: Prepared) -> Prepared:
     names = frozenset(plain_name(name) for name, _ in model.named_parameters())
     own = stages.of(world.pipeline.rank)
     stage = Stage(world.pipeline, compute.device, opening.clock, exchange)
-    tied = Tied(world.pipeline.rank, holders, exchange, partition)
-    pipelined = Pipelined(task, own, stage, compute, partition, world, names, elsewhere, holders)
+    tied = Tied(world.pipeline.rank, holders, exchange)
+    root = StageModel(model, own)
     waiting = Waiting(opening.clock, Neighbours.PIPELINE)
 
-    def total_norm(reducer: SummedGradients) -> float:
-        norm = tied.norm(reducer) if tied.holders else partition.norm(reducer)
+    def total_norm(partition: Partition, reducer: SummedGradients) -> float:
+        norm = tied.norm(partition, reducer) if tied.holders else partition.norm(reducer)
         with waiting:
             squares = world.pipeline.gather(np.array([norm * norm]), "add up the squares of the gradients")
         return math.sqrt(float(squares.sum()))
 
     return dataclasses.replace(
         prepared,
-        passes=pipelined,
+        root=root,
+        passes=functools.partial(Pipelined, root, stage),
         num_layers=len(own),
         total_norm=total_norm,
         complete=tied.add,
-        placed=pipelined.placed,
+        placed=StageState(world, names, holders, elsewhere).placed,
         close=exchange.close,
     )
 

@@ -1,4 +1,4 @@
-"""One stage of a task's model: its passes in an update, its part of the state, and outputs on all stages."""
+"""One stage of a task's model: its passes in an update, and outputs on all stages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,25 +15,21 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from hpctrain.backends.named_state import HELD, parameter_of
-from hpctrain.backends.torch.device import Compute
-from hpctrain.backends.torch.state.tensors import TorchTensor
+from hpctrain.backends.torch.steps.update_step import Parts
 from hpctrain.backends.torch.steps.updates import Passes
-from hpctrain.backends.torch.strategies.partition import Partition
 from hpctrain.backends.torch.strategies.pipeline.stage import ACTIVATION, OUTPUT, Received, Stage
 from hpctrain.backends.torch.strategies.pipeline.stage_schedule import one_forward_one_backward
-from hpctrain.backends.torch.strategies.pipeline.stages import Layer, is_chain
+from hpctrain.backends.torch.strategies.pipeline.stages import is_chain
 from hpctrain.backends.torch.strategies.split_values import own_stream
 from hpctrain.backends.torch.task.checks import try_loss
 from hpctrain.backends.torch.task.task_state import TaskState, attributes
-from hpctrain.comm.world import World
 from hpctrain.config.features import Feature, used
 from hpctrain.errors import UserError
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.clock import Phase, StepClock
+from hpctrain.train.evaluation import even_batches
 from hpctrain.train.framework import HostBatch, samples_of
 from hpctrain.train.seeds import host_random_state, restore_host_random_state, seed_python
-from hpctrain.train.state import ArrayTensor, Cut, Placement, StateTensor
 from hpctrain.train.stateful import PerRank
 from hpctrain.train.walk_objects import reached
 
@@ -57,27 +53,19 @@ class MicroBatch:
     score: Any = None
     """The loss, on the last stage."""
     samples: int = 0
+    is_own: bool = True
+    """False for another rank's batch; see Passes.add."""
 
 
 @dataclass(eq=False)
 class Pipelined:
     """Acts as the whole model on one of its stages; see PassRunner."""
 
-    task: TorchTask
-    layers: Sequence[Layer]
-    """Layers of this stage."""
+    layers: Callable[[Any], Any]
+    """Calls the layers of this stage."""
     stage: Stage
     """Sends to and receives from other stages."""
-    compute: Compute
-    partition: Partition
-    """The part of the layers that this rank has."""
-    world: World
-    names: Collection[str]
-    """Names of this stage's parameters."""
-    elsewhere: Sequence[Tensor]
-    """Parameters of other stages, kept so that their ids are not reused."""
-    holders: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
-    """Stages that have each tied parameter, by name."""
+    parts: Parts
     calls: list[MicroBatch] | None = None
     """Calls in the current forward pass of an update; None in an evaluation."""
     meets = True
@@ -97,8 +85,7 @@ class Pipelined:
         if not stage.is_first:
             received = stage.receive(stage.rank - 1, ACTIVATION, PASS_ON)
             value = received.value
-        for layer in self.layers:
-            value = layer.call(value)
+        value = self.layers(value)
         sent = [] if stage.is_last else stage.send(value, stage.rank + 1, ACTIVATION)
         if self.calls is not None:
             self.calls.append(MicroBatch(received, sent))
@@ -118,8 +105,9 @@ class Pipelined:
 
         The first stage uses the inputs and the last one the targets, so a mismatch would go unnoticed.
         """
-        found = self.world.everyone.allgather(list(map(checksum, micro_batches)), "compare the samples of stages")
-        stage = len(found) // self.world.pipeline.size
+        world = self.parts.world
+        found = world.everyone.allgather(list(map(checksum, micro_batches)), "compare the samples of stages")
+        stage = len(found) // world.pipeline.size
         odd = next((rank for rank in range(stage, len(found)) if found[rank] != found[rank % stage]), None)
         if odd is not None:
             raise UserError(
@@ -130,36 +118,39 @@ class Pipelined:
     def run(self, passes: Passes, micro_batches: Sequence[HostBatch], clock: StepClock) -> None:
         """See PassRunner. All stages get the same micro-batches and loss; waiting for other stages is exchange time."""
         under_way: dict[int, MicroBatch] = {}
-        with self._own_streams():
-            order = one_forward_one_backward(self.stage.rank, self.stage.group.size, len(micro_batches))
+        batches = list(even_batches(micro_batches, self.parts.partition.sync_group))
+        with self._own_streams(), contextlib.ExitStack() as of_others:
+            order = one_forward_one_backward(self.stage.rank, self.stage.group.size, len(batches))
             for each, following in itertools.zip_longest(order, order[1:]):
                 if each.forward:
-                    host = micro_batches[each.micro_batch]
-                    batch = self.compute.tensors(host)
+                    host, is_own = batches[each.micro_batch]
+                    batch = self.parts.compute.tensors(host)
                     clock.mark(Phase.TO_DEVICE)
-                    under_way[each.micro_batch] = self._forward(batch, samples_of(host))
+                    if not is_own:  # such batches come last, so nothing of this rank's is undone
+                        of_others.enter_context(self.parts.unchanged())
+                    under_way[each.micro_batch] = self._forward(batch, samples_of(host), is_own)
                     clock.mark(Phase.FORWARD)
                 else:
-                    passes.reducer.begin_pass(is_last=each.micro_batch == len(micro_batches) - 1)
+                    passes.reducer.begin_pass(is_last=each.micro_batch == len(batches) - 1)
                     goes_on = following is not None and following.forward
                     self._backward(under_way.pop(each.micro_batch), passes, goes_on)
                     clock.mark(Phase.BACKWARD)
         self.stage.settle()
         passes.take(self.stage.share_loss(passes.as_array()))
 
-    def _forward(self, batch: dict[str, Tensor], samples: int) -> MicroBatch:
+    def _forward(self, batch: dict[str, Tensor], samples: int, is_own: bool) -> MicroBatch:
         called: list[MicroBatch] = []
-        score = None
-        with self._update(called), self.compute.autocast(), contextlib.suppress(HandedOn):
-            score = self.task.loss(self.task.forward(self, batch), batch)
+        score, task = None, self.parts.task
+        with self._update(called), self.parts.compute.autocast(), contextlib.suppress(HandedOn):
+            score = task.loss(task.forward(self, batch), batch)
         if not called:
             raise UserError("forward does not call the model", ONCE)
-        return dataclasses.replace(called[0], score=score, samples=samples)
+        return dataclasses.replace(called[0], score=score, samples=samples, is_own=is_own)
 
     def _backward(self, micro_batch: MicroBatch, passes: Passes, goes_on: bool) -> None:
         """Runs one backward pass; ``goes_on`` says whether the next pass is a forward pass."""
         if self.stage.is_last:
-            passes.add(micro_batch.score, micro_batch.samples)
+            passes.add(micro_batch.score, micro_batch.samples, is_own=micro_batch.is_own)
         elif micro_batch.sent:
             torch.autograd.backward(list(micro_batch.sent), self.stage.receive_gradients(micro_batch.sent))
         if micro_batch.received is not None:
@@ -170,7 +161,7 @@ class Pipelined:
     def dry_call(self, batch: dict[str, Tensor]) -> None:
         """A forward pass as in an update, on all stages, whose errors name the task's field."""
         with self._update([]), contextlib.suppress(HandedOn):
-            try_loss(self.task, self, batch, self.partition.hint)
+            try_loss(self.parts.task, self, batch, self.parts.partition.hint)
         self.stage.settle()
 
     @contextlib.contextmanager
@@ -181,7 +172,7 @@ class Pipelined:
             yield
         finally:
             self.calls = None
-            self.partition.leave()
+            self.parts.partition.leave()
 
     @contextlib.contextmanager
     def _own_streams(self) -> Iterator[None]:
@@ -193,31 +184,6 @@ class Pipelined:
                 yield
         finally:
             restore_host_random_state(host)
-
-    def placed(self, tensors: Iterable[StateTensor]) -> list[StateTensor]:
-        """Selects the state that this rank saves: parameters' state is saved by ranks of their stage, random states by
-        the first stage, and what the loss holds by the last one."""
-        found: list[StateTensor] = []
-        data, own = self.world.data, self.world.tensor
-        for tensor in tensors:
-            assert isinstance(tensor, (TorchTensor, ArrayTensor)), "of this framework"
-            name, cut = parameter_of(tensor.name), tensor.cut
-            if tensor.placement is Placement.REPLICATED and name in self.names:
-                shape = tuple(tensor.shape)
-                cut = Cut(shape, (0,) * len(shape), data.rank * own.size + own.rank, data.size * own.size)
-            if cut is not None:
-                stages = tuple(self.holders.get(name or "", [self.stage.rank]))
-                copy, copies = stages.index(self.stage.rank) * cut.copies + cut.copy, len(stages) * cut.copies
-                cut = dataclasses.replace(cut, copy=copy, copies=copies, stages=stages)
-                found.append(dataclasses.replace(tensor, placement=Placement.CUT, cut=cut))
-            elif self._saves(tensor):
-                found.append(tensor)
-        return found
-
-    def _saves(self, tensor: StateTensor) -> bool:
-        if tensor.placement is not Placement.RANK or tensor.name.startswith("model/"):
-            return True
-        return self.stage.is_last if tensor.name.startswith(HELD) else self.stage.is_first
 
 
 def only_value(inputs: Sequence[Any], more: Mapping[str, Any], again: bool) -> Any:

@@ -62,6 +62,26 @@ class Stages:
         return [self.layers[number] for number in self.ranges[stage]]
 
 
+class StageModel(Module):
+    """Calls the layers of a stage, one after the other.
+
+    Args:
+        model: has their parameters.
+        layers: the layers.
+    """
+
+    def __init__(self, model: Module, layers: Sequence[Layer]) -> None:
+        super().__init__()
+        self.model = model
+        self.calls = tuple(layer.call for layer in layers)
+
+    def forward(self, value: Any) -> Any:
+        """The value that the next stage gets."""
+        for call in self.calls:
+            value = call(value)
+        return value
+
+
 def is_chain(model: Module) -> bool:
     """Whether a model only calls its children one after the other."""
     hooks = (model._forward_pre_hooks, model._forward_hooks, model._backward_pre_hooks, model._backward_hooks)

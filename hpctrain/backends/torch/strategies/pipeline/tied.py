@@ -27,8 +27,6 @@ class Tied:
     """Stages that have each tied parameter, by name."""
     messages: Messages
     """Exchanges tensors between the stages."""
-    partition: Partition
-    """The part of the layers that this rank has."""
 
     def add(self, reducer: SummedGradients) -> None:
         """Sums the gradients of copies, which are sums over data-parallel ranks already. Collective.
@@ -59,8 +57,13 @@ class Tied:
         if found:
             reducer.forget_norm()
 
-    def norm(self, reducer: SummedGradients) -> float:
-        """L2 norm of this stage's gradients; that of copies counts on the first stage that has one."""
+    def norm(self, partition: Partition, reducer: SummedGradients) -> float:
+        """L2 norm of this stage's gradients; that of copies counts on the first stage that has one.
+
+        Args:
+            partition: the part of the layers that this rank has.
+            reducer: has summed them.
+        """
         first = {name: stages[0] for name, stages in self.holders.items()}
         counted = [(name, one) for name, one in reducer.summed() if first.get(name, self.stage) == self.stage]
-        return self.partition.norm_of(counted)
+        return partition.norm_of(counted)
