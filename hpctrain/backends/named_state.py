@@ -90,7 +90,7 @@ def merged_over(group: Group, tensors: Iterable[Assignable]) -> Iterator[None]:
     differing = [tensor for tensor, *each in zip(own, *sums, strict=True) if len(set(each)) > 1]
     for tensor in differing:
         rows = group.gather(values[tensor.name], f"merge {tensor.name}")
-        assign_by_blocks(tensor, HeldArrays({tensor.name: merge(list(rows), 0)}))
+        assign_by_blocks(tensor, HeldArrays({tensor.name: merge(list(rows), 0, tensor.dtype)}))
     try:
         yield
     finally:

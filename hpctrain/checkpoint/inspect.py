@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from hpctrain.checkpoint.reading import Loaded
 from hpctrain.errors import UserError
+from hpctrain.train.saved_arrays import numbers_of
 from hpctrain.train.tree import FLOATS, INTEGERS, STRUCTURE, put_together
 
 Reads = dict[str, tuple[Callable[[], NDArray[Any]], str]]
@@ -56,9 +57,7 @@ class Difference:
 
 def numbers(array: NDArray[Any], dtype: str) -> NDArray[Any]:
     """Convert values for arithmetic: bfloat16 to float32, others to float64 or complex128."""
-    if dtype == "bfloat16" and array.dtype.kind == "u":
-        return (array.astype(np.uint32) << 16).view(np.float32)
-    return array.astype(np.result_type(array, np.float64))
+    return numbers_of(array, dtype) if dtype == "bfloat16" else array.astype(np.result_type(array, np.float64))
 
 
 @np.errstate(all="ignore")

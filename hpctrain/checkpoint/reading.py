@@ -261,7 +261,7 @@ class LoadCandidate:
                     assert tensor.rank is not None, "only ranks' own pieces are kept"
                     of_ranks.setdefault(tensor.name, {})[tensor.rank] = view_of(image, stored.piece, position)
                     position += stored.piece.num_bytes
-        return own_state_of(of_ranks, self.peers.rank)
+        return own_state_of(of_ranks, self.peers.rank, self.manifest)
 
     def read_by_each(self, own: OwnState, use: Use) -> Loaded:
         """Let each rank read what it needs; if one cannot, ranks exchange all shards instead. Collective."""
@@ -306,7 +306,7 @@ class LoadCandidate:
             image = images[index] if index in images else np.empty(shard.num_bytes, dtype=np.uint8)
             self.group.broadcast_array(image, f"send {shard.file}", root=holders[index])
             take(shard, image, arrays, of_ranks, self.own_rank)
-        own = own_state_of(of_ranks, self.peers.rank)
+        own = own_state_of(of_ranks, self.peers.rank, self.manifest)
         return self.loaded(HeldArrays(arrays | own.merged), own.of_ranks)
 
 
@@ -319,14 +319,15 @@ def own_pieces(shard: layout.Shard) -> list[layout.StoredPiece]:
     ]
 
 
-def own_state_of(of_ranks: OfRanks, rank: int) -> OwnState:
+def own_state_of(of_ranks: OfRanks, rank: int, saved: Manifest) -> OwnState:
     """The rank-local state that a rank loads if the number of ranks has changed."""
     merged: Arrays = {}
+    dtypes = {spec.name: spec.dtype for spec in saved.tensors().values()}
     for name, values in of_ranks.items():
         if not name.startswith(STATE):
             fit = same(of_ranks.get(f"{name.rpartition('/')[0]}/{STRUCTURE}", {}))
             of_one = values[sorted(values)[rank % len(values)]]
-            merged[name] = merge([values[each] for each in sorted(values)], rank) if fit else of_one
+            merged[name] = merge([values[each] for each in sorted(values)], rank, dtypes[name]) if fit else of_one
     return OwnState(merged, {name: values for name, values in of_ranks.items() if name.startswith(STATE)})
 
 

@@ -305,30 +305,28 @@ class NotedDeath:
 
 
 def note_death(rank: int, code: int | None = None) -> None:
-    """Appends a death to this attempt's file; does nothing outside a supervised run. See ``NotedDeath``."""
+    """Appends a death to this host's file of the attempt; does nothing outside a supervised run. See ``NotedDeath``."""
     folder, attempt = os.environ.get(RUN_DIR), os.environ.get(ATTEMPT)
     if folder and attempt:
         line = f"{now():.6f} {rank} {'' if code is None else code}\n".encode()
         with contextlib.suppress(OSError):
-            files.append_bytes(_deaths_file(RunDir(Path(folder)), attempt), line, Path(folder))
+            # A file per host: clients of NFS that append to one file at the same time overwrite each other's lines.
+            path = RunDir(Path(folder)).monitor / f"deaths-{attempt}-{socket.gethostname()}.txt"
+            files.append_bytes(path, line, Path(folder))
 
 
 def noted_deaths(run: RunDir, attempt: int) -> list[NotedDeath]:
     """Returns the noted deaths of an attempt, earliest first."""
-    try:
-        lines = safe_read.read(_deaths_file(run, str(attempt))).decode(errors="replace").splitlines()
-    except OSError:
-        return []
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        for path in run.monitor.glob(f"deaths-{attempt}-*.txt"):
+            lines += safe_read.read(path).decode(errors="replace").splitlines()
     found = []
     for line in lines:
         with contextlib.suppress(ValueError):  # a line that was cut off
             seconds, rank, *code = line.split()
             found.append(NotedDeath(float(seconds), int(rank), *map(int, code[:1])))
     return sorted(found, key=lambda noted: (noted.at, noted.rank))
-
-
-def _deaths_file(run: RunDir, attempt: str) -> Path:
-    return run.monitor / f"deaths-{attempt}.txt"
 
 
 def now() -> float:

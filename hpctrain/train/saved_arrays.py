@@ -148,12 +148,33 @@ def as_saved(arrays: Mapping[str, NDArray[Any]]) -> SavedArrays:
     return arrays if isinstance(arrays, SavedArrays) else HeldArrays(arrays)
 
 
-def merge(values: Sequence[NDArray[Any]], rank: int) -> NDArray[Any]:
-    """Merge the rank-local values of several ranks: their common value, the mean of floats, else one rank's value."""
+def merge(values: Sequence[NDArray[Any]], rank: int, dtype: str) -> NDArray[Any]:
+    """Merge the rank-local values of several ranks, of a logical dtype: their common value, the mean of floating-point
+    values, else one rank's value."""
     first = values[0]
     if all(value.tobytes() == first.tobytes() for value in values[1:]):
         return first
-    if first.dtype.kind == "f" and all((one.shape, one.dtype) == (first.shape, first.dtype) for one in values):
+    if is_inexact(dtype) and all((one.shape, one.dtype) == (first.shape, first.dtype) for one in values):
         with np.errstate(all="ignore"):  # non-finite values stay non-finite
-            return np.mean(values, axis=0, dtype=np.float64).astype(first.dtype)
+            numbers = [numbers_of(one, dtype) for one in values]
+            return items_of(np.mean(numbers, axis=0, dtype=np.result_type(numbers[0], np.float64)), dtype)
     return values[rank % len(values)]
+
+
+def is_inexact(dtype: str) -> bool:
+    """Whether values of a logical dtype have a mean."""
+    return dtype == "bfloat16" or np.dtype(dtype).kind in "fc"
+
+
+def numbers_of(items: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """The numbers that the items of a logical dtype stand for: float32 for bfloat16, which is held as uint16."""
+    return np.asarray(items.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else items
+
+
+def items_of(numbers: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """The items of a logical dtype that hold these numbers, rounded; the inverse of ``numbers_of``."""
+    if dtype != "bfloat16":
+        return numbers.astype(dtype)
+    bits = numbers.astype(np.float32).view(np.uint32)
+    nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # ties to even
+    return np.where(np.isnan(numbers), 0x7FC0, nearest).astype(np.uint16)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError, kind_of
 from hpctrain.train.framework import StateSource
+from hpctrain.train.saved_arrays import is_inexact, items_of, numbers_of
 from hpctrain.train.state import Placement, StateTensor
 from hpctrain.train.tree import LEAF_NAME, Leaves, tree_tensors, tree_value
 
@@ -154,11 +155,14 @@ def make_equal(framework: StateSource, group: Group) -> None:
 
     Rank-local state (random states, statistics) is left alone.
     """
-    arrays = {one.name: value_of(one) for one in framework.state() if one.placement is Placement.REPLICATED}
-    for array in arrays.values():
-        if array.dtype.kind == "f":
-            group.add(array, "become equal again")
-            array /= group.size
+    tensors = {one.name: one for one in framework.state() if one.placement is Placement.REPLICATED}
+    arrays = {name: value_of(tensor) for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        if is_inexact(tensor.dtype):
+            numbers = numbers_of(arrays[name], tensor.dtype)
+            group.add(numbers, "become equal again")
+            numbers /= group.size
+            arrays[name] = items_of(numbers, tensor.dtype)
         else:
-            group.broadcast_array(array, "become equal again")
+            group.broadcast_array(arrays[name], "become equal again")
     framework.load(arrays)

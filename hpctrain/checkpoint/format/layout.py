@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from hpctrain.checkpoint.format.boxes import Box, everything
 from hpctrain.errors import Code, RunFailed, UserError
+from hpctrain.train.saved_arrays import items_of, numbers_of
 
 FORMAT = "hpctrain-checkpoint"
 VERSION = 2
@@ -223,15 +224,7 @@ def parents_of(name: str) -> set[str]:
 
 def converted(array: NDArray[Any], dtype: str, wanted: str) -> NDArray[Any]:
     """Convert an array between logical floating-point types; values are rounded if the new type is narrower."""
-    if dtype == wanted:
-        return array
-    if dtype == "bfloat16":
-        array = (array.astype(np.uint32) << 16).view(np.float32)
-    if wanted == "bfloat16":
-        bits = array.astype(np.float32).view(np.uint32)
-        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # ties to even
-        return np.where(np.isnan(array), 0x7FC0, nearest).astype(np.uint16)
-    return array.astype(ITEM_TYPES[wanted])
+    return array if dtype == wanted else items_of(numbers_of(array, dtype), wanted)
 
 
 SPLIT_BYTES = 1 << 20

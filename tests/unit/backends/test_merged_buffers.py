@@ -36,14 +36,16 @@ class Two(Group):
 
 
 def test_floats_are_averaged_counts_are_the_first_ranks_and_each_rank_gets_its_own_back() -> None:
-    mean, count, same = torch.tensor([1.0, 3.0]), torch.tensor(4), torch.tensor([5.0])
-    tensors = [TorchTensor(f"model/{name}", one, Placement.RANK) for name, one in (("m", mean), ("n", count))]
+    mean, count, same, half = torch.tensor([1.0, 3.0]), torch.tensor(4), torch.tensor([5.0]), torch.tensor(1.0).bfloat16()
+    own = (("m", mean), ("n", count), ("b", half))
+    tensors = [TorchTensor(f"model/{name}", one, Placement.RANK) for name, one in own]
     tensors += [TorchTensor("model/s", same, Placement.RANK), TorchTensor("model/w", torch.ones(1))]
-    two = Two(np.array([3.0, 9.0], np.float32), np.array(7), np.array([5.0], np.float32))
+    three = torch.tensor(3.0).bfloat16().view(torch.uint16).numpy()
+    two = Two(np.array([3.0, 9.0], np.float32), np.array(7), three, np.array([5.0], np.float32))
     with merged_over(two, tensors):
-        assert mean.tolist() == [2.0, 6.0] and count == 4 and same == 5
+        assert mean.tolist() == [2.0, 6.0] and count == 4 and same == 5 and half == 2
         mean.add_(1)
-    assert mean.tolist() == [1.0, 3.0] and count == 4
+    assert mean.tolist() == [1.0, 3.0] and count == 4 and half == 1
 
 
 def test_an_evaluation_judges_the_statistics_that_an_export_has() -> None:
@@ -53,7 +55,7 @@ def test_an_evaluation_judges_the_statistics_that_an_export_has() -> None:
     theirs = [buffer.numpy() for buffer in other.model.buffers()]
     exported.model.load_state_dict(framework.model.state_dict())
     for buffer, value in zip(exported.model.buffers(), theirs, strict=True):
-        buffer.copy_(torch.from_numpy(np.asarray(merge([buffer.numpy().copy(), value], 0))))
+        buffer.copy_(torch.from_numpy(np.asarray(merge([buffer.numpy().copy(), value], 0, value.dtype.name))))
     sets = {"validation": [samples()]}
     first, second = (evaluate(framework, sets, Two(*theirs)), evaluate(exported, sets, Group("alone")))
     assert first.metrics == second.metrics != evaluate(framework, sets, Group("alone")).metrics

@@ -112,7 +112,7 @@ def test_a_host_that_the_monitor_could_not_reach_is_the_cause_if_its_ranks_stay_
 
 
 def test_of_several_ranks_of_other_nodes_the_first_one_noted_died_first(run: RunDir) -> None:
-    (run.monitor / "deaths-1.txt").write_text("1.0 3 14\n2.0 1\n3.0 0\n")
+    (run.monitor / "deaths-1-n1.txt").write_text("1.0 3 14\n2.0 1\n3.0 0\n")
     assert first(run, FAR) == 1, "MPI ended rank 3, and rank 0 died after rank 1"
 
 
@@ -144,7 +144,7 @@ srun: error: n1: task 0: Exited with exit code 14
     ],
 )
 def test_the_launcher_tells_who_died_on_a_node_whose_agent_could_not_note(run: RunDir, noted: str, dead: int) -> None:
-    (run.monitor / "deaths-1.txt").write_text(noted)
+    (run.monitor / "deaths-1-n1.txt").write_text(noted)
     assert first(run, FAR, BEREAVED) == dead
     assert first(run, NEAR, BEREAVED) == (0 if noted else 1), "it left by that number itself"
 
@@ -172,7 +172,7 @@ def settles(run: RunDir, words: list[LastWord], text: str = "") -> Death:
 @pytest.mark.parametrize("notes", ["1.0 1 -9\n1.2 0 14\n", "1.0 0 14\n1.2 1 -9\n"])
 def test_who_leaves_as_a_connection_ends_is_never_the_cause(run: RunDir, notes: str, text: str) -> None:
     """mpirun then tells of the victim only, and the victim's note may come first."""
-    (run.monitor / "deaths-1.txt").write_text(notes)
+    (run.monitor / "deaths-1-n1.txt").write_text(notes)
     death = settles(run, running("n1", "n2"), text)
     assert (death.rank, death.signal) == (1, 9)
 
@@ -204,7 +204,7 @@ def test_a_note_that_explains_a_complaint_is_waited_for(run: RunDir, monkeypatch
 
 
 def test_a_victim_is_named_if_nothing_else_is_ever_heard_of(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    (run.monitor / "deaths-1.txt").write_text("1.0 0 14\n")
+    (run.monitor / "deaths-1-n1.txt").write_text("1.0 0 14\n")
     monkeypatch.setattr("hpctrain.launch.postmortem.LATE_NOTE_S", 0.0)
     death = settles(run, running("n1", "n2"), OVER_TCP)
     assert (death.rank, death.exit_code) == (0, 14)
@@ -296,11 +296,22 @@ def test_a_host_that_the_remote_shell_does_not_reach_is_told_in_its_words(shell:
     assert verdict.exit_code == code and starts_again(verdict, asked=False)
 
 
+def test_each_host_has_a_file_of_its_own(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS does not append atomically for several clients."""
+    monkeypatch.setenv(RUN_DIR, str(run.path))
+    for attempt, host, rank in (("1", "n1", 0), ("1", "n2", 4), ("1", "n1", 1), ("11", "n1", 2)):
+        monkeypatch.setenv(ATTEMPT, attempt)
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        note_death(rank, -9)
+    assert [noted.rank for noted in noted_deaths(run, 1)] == [0, 4, 1]
+    assert len(list(run.monitor.glob("deaths-1-*"))) == 2
+
+
 def test_a_line_that_was_cut_off_is_ignored(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.create()
     run.monitor.mkdir(exist_ok=True)
-    (run.monitor / "deaths-1.txt").write_text("12.5 4 -9\n11.0 2 \n13.")
+    (run.monitor / "deaths-1-n1.txt").write_text("12.5 4 -9\n11.0 2 \n13.")
     assert noted_deaths(run, 1) == [NotedDeath(11.0, 2), NotedDeath(12.5, 4, -9)]
 
 

@@ -168,7 +168,7 @@ def test_of_ranks_that_are_found_dead_together_the_one_noted_first_is_named(
     tmp_path: Path, noted: str, named: list[int]
 ) -> None:
     chief, said = chief_in(tmp_path)
-    (tmp_path / "monitor" / "deaths-1.txt").write_text(noted)
+    (tmp_path / "monitor" / "deaths-1-n1.txt").write_text(noted)
     for node in range(3):
         chief.receive(beat(node, Phase.BACKWARD, 1), 100.0)
     chief.receive(beat(3, Phase.FORWARD, 1, "gone"), 100.0)

@@ -40,7 +40,7 @@ def end(run: RunDir, verdict: RunVerdict, step: int) -> int:
 def test_a_failure_is_told_with_its_first_death_and_the_steps_that_are_done_again(run: RunDir) -> None:
     number = end(run, KILLED, 17)
     run.monitor.mkdir(exist_ok=True)
-    (run.monitor / f"deaths-{number}.txt").write_text("1000.5 1\n1002.0 0\n")
+    (run.monitor / f"deaths-{number}-n1.txt").write_text("1000.5 1\n1002.0 0\n")
     loss = loss_before(run, number + 1)
     assert loss is not None and (loss.since, loss.reached) == (1000.5, 17)
     event = loss.recovered(first_step=11, now=1004.0, began_at=10)
@@ -66,7 +66,7 @@ def test_without_deaths_the_earliest_last_word_or_the_end_counts(run: RunDir) ->
 
 def test_an_attempt_that_failed_before_its_first_step_prolongs_the_failure_before_it(run: RunDir) -> None:
     first = end(run, KILLED, 17)
-    (run.monitor / f"deaths-{first}.txt").write_text("1000.5 1\n")
+    (run.monitor / f"deaths-{first}-n1.txt").write_text("1000.5 1\n")
     number = Attempts(run).begin()
     Attempts(run).end(number, failed_with(Code.VANISHED, "a host does not answer", ""), [])
     assert loss_before(run, number + 1) == loss_before(run, number)

@@ -105,8 +105,9 @@ def test_no_file_of_a_run_is_written_through_a_link(run: RunDir, thesis: Path, m
     links = (run.events, run.monitor_events, run.stop_file, run.run_yaml, run.lock_file, run.words(1))
     (run.path / "attempts").mkdir()
     told: list[str] = []
-    probe = run.path / f".clock.{socket.gethostname()}.{os.getpid()}"
-    for path in (*links, run.log("launcher", 1), run.monitor / "deaths-1.txt", probe, run.path / "attempts" / "2.json"):
+    host = socket.gethostname()
+    more = (run.log("launcher", 1), run.monitor / f"deaths-1-{host}.txt", run.path / f".clock.{host}.{os.getpid()}")
+    for path in (*links, *more, run.path / "attempts" / "2.json"):
         path.symlink_to(thesis / "chapter.json")
     for path in (run.events, run.monitor_events):
         writer = EventWriter(path, told.append)

@@ -22,11 +22,17 @@ class Source:
             "optimizer/count": np.array(rank + 4),
             "optimizer/average": np.array(rank + 4.0),
             "model/statistics": np.array([rank], np.float32),
+            "model/half": np.array([0x3F80, 0x4040, 0x40A0][rank], np.uint16),  # 1, 3 and 5 in bfloat16
+            "model/complex": np.array([3j * rank]),
         }
 
     def state(self) -> list[ArrayTensor]:
         own = {"model/statistics": Placement.RANK}
-        return [ArrayTensor(name, one, own.get(name, Placement.REPLICATED)) for name, one in self.arrays.items()]
+        kinds = {"model/half": "bfloat16"}
+        return [
+            ArrayTensor(name, one, own.get(name, Placement.REPLICATED), kinds.get(name))
+            for name, one in self.arrays.items()
+        ]
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         self.arrays |= arrays
@@ -41,4 +47,5 @@ def test_the_mean_of_numbers_and_the_count_of_the_first_rank() -> None:
     found = in_threads(3, work)
     assert [one.pop("model/statistics") for one in found] == [[0.0], [1.0], [2.0]]
     wanted = {"model/weight": [[2.0, 4.0]], "optimizer/count": 4, "optimizer/average": 5.0}
+    wanted |= {"model/half": 0x4040, "model/complex": [3j]}
     assert found == [wanted] * 3
