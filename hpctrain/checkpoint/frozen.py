@@ -8,16 +8,18 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.format.durable_files import crc32
+from hpctrain.checkpoint.format.durable_files import crc32, judged
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, converted
 from hpctrain.checkpoint.format.strict_json import JsonReader
 from hpctrain.checkpoint.lora import Weights
+from hpctrain.checkpoint.read_retry import patiently
 from hpctrain.checkpoint.weight_files import MODEL
 from hpctrain.errors import UserError
 from hpctrain.train.saved_arrays import DerivedArrays, Place, SavedArrays, runs_of_rows
@@ -27,6 +29,7 @@ FROZEN = "frozen"
 """Key of the record in a checkpoint's meta."""
 BLOCK_BYTES = 4 << 20
 """Bytes of a weight in memory at a time, unless a row is larger."""
+RESTORE = "restore it, or link its copy to this path; a resumed run also takes a new path from checkpoint.init_from"
 SAMPLE_BYTES = 64 << 10
 """Bytes of each weight that every save compares with those at the start, unless a row is larger."""
 
@@ -101,6 +104,17 @@ def is_common(name: str, placement: Placement) -> bool:
     return name.startswith(MODEL) and placement in (Placement.REPLICATED, Placement.CUT)
 
 
+def require_there(path: str) -> None:
+    """Raise UserError if the source does not exist, UnreadableCheckpoint if that is unknown now."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        what = f"{path}, in which checkpoints left the frozen weights, does not exist"
+        raise UserError(what, RESTORE) from error
+    except OSError as error:
+        raise judged(error, Path(path)) from error
+
+
 class FrozenSource(SavedArrays):
     """Frozen weights, read from their source, which is opened and verified at the first access.
 
@@ -140,16 +154,14 @@ class FrozenSource(SavedArrays):
     def weights(self) -> Weights:
         """The source's weights, once this process's share of them has been verified."""
         path = self.record.path
-        fix = "restore it, or link its copy to this path; a resumed run also takes a new path from checkpoint.init_from"
-        if not os.path.exists(path):
-            raise UserError(f"{path}, in which checkpoints left the frozen weights, does not exist", fix)
+        patiently(partial(require_there, path))
         weights = self.opening(path, self.stack)
         first, step = self.share
         for one in list(self.named.values())[first::step]:
             is_there = one.there in weights.arrays and weights.arrays.shape_of(one.there) == one.shape
             if not is_there or checksum(weights.arrays, one.there) != one.crc32:
                 what = f"{path} has changed since the run began: {one.there} is not what checkpoints left in it"
-                raise UserError(what, fix)
+                raise UserError(what, RESTORE)
         return weights
 
     def verify(self) -> None:

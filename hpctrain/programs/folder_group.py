@@ -128,6 +128,8 @@ class FolderGroup(Group):
             if len(awaited) > MOST_OPENED:  # only rank 0: listings by all ranks would cost the square of their number
                 there = set(os.listdir(self.folder))
                 awaited = {who for who in awaited if self._path(who).name in there}
+            else:  # NFS remembers which files were missing until the folder is opened
+                os.close(os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
             for who in sorted(awaited):
                 with contextlib.suppress(FileNotFoundError):
                     found[who] = safe_read.read_json(self._path(who))

@@ -36,7 +36,8 @@ class Two(Group):
 
 
 def test_floats_are_averaged_counts_are_the_first_ranks_and_each_rank_gets_its_own_back() -> None:
-    mean, count, same, half = torch.tensor([1.0, 3.0]), torch.tensor(4), torch.tensor([5.0]), torch.tensor(1.0).bfloat16()
+    mean, count, same = torch.tensor([1.0, 3.0]), torch.tensor(4), torch.tensor([5.0])
+    half = torch.tensor(1.0).bfloat16()
     own = (("m", mean), ("n", count), ("b", half))
     tensors = [TorchTensor(f"model/{name}", one, Placement.RANK) for name, one in own]
     tensors += [TorchTensor("model/s", same, Placement.RANK), TorchTensor("model/w", torch.ones(1))]

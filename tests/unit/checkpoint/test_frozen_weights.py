@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,8 @@ import pytest
 
 from hpctrain import CheckpointStore, UserError, fit, load_config
 from hpctrain.checkpoint import safetensors
-from hpctrain.checkpoint.frozen import FrozenRecord, FrozenWeight, LeftOut
+from hpctrain.checkpoint.frozen import FrozenRecord, FrozenSource, FrozenWeight, LeftOut
+from hpctrain.checkpoint.reading import open_source
 from hpctrain.cli import main
 from hpctrain.train.state import ArrayTensor
 
@@ -85,6 +88,23 @@ def test_another_source_is_refused(
     out = str(begun / "out.safetensors")
     assert main(["ckpt", "export", str(begun / "lora"), "-o", out]) == 64
     assert said in capsys.readouterr().err
+
+
+def test_a_source_on_a_file_server_that_fails_over_is_waited_for(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was said not to exist, which ended the run for good."""
+    real, left = os.stat, [1, 1]
+    monkeypatch.setattr("hpctrain.checkpoint.read_retry.PAUSES_S", (0.0, 0.0))
+
+    def stat(path: Any, **options: Any) -> os.stat_result:
+        if str(path) == str(begun / BASE) and left:
+            left.pop()
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(path, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    source = FrozenSource(FrozenRecord(BASE, str(begun / BASE), {}), (0, 1), open_source)
+    source.verify()
+    assert not left
 
 
 def test_a_source_that_was_moved_is_named_by_the_run_file(begun: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import subprocess
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,7 @@ from hpctrain.programs.folder_group import FolderGroup, MeetingStopped, folder_w
 from hpctrain.programs.heartbeat import beat, heartbeat
 from hpctrain.programs.plain_command import master_of, reserve_port, variables
 from hpctrain.run.folder import RunDir
+from hpctrain.system import safe_read
 
 HOSTS = ["n1", "n1", "n2", "n2", "n2"]
 ADDRESSES = [(host, 5000 + rank) for rank, host in enumerate(HOSTS)]
@@ -146,3 +148,37 @@ def test_only_one_rank_lists_the_folder(tmp_path: Path, monkeypatch: pytest.Monk
         assert not listed, "each of them waits for one file"
         assert FolderGroup("test", run_dir, 1, 0, 100).allgather(0) == list(range(100)) == waiting[7].result()
     assert len(listed) == 1
+
+
+def test_a_file_is_seen_by_a_client_that_remembers_it_as_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As clients of NFS do for half a minute and more, unless they open the folder."""
+    run_dir, missing, waits = RunDir(tmp_path), set[Path](), threading.get_ident()
+    read, opened = safe_read.read_json, os.open
+
+    def read_json(path: Path) -> Any:
+        if path in missing:
+            raise FileNotFoundError(path)
+        try:
+            return read(path)
+        except FileNotFoundError:
+            missing.add(path)
+            raise
+
+    def open_(path: Any, *given: Any, **options: Any) -> int:
+        if path == first.folder and threading.get_ident() == waits:
+            missing.clear()
+        return opened(path, *given, **options)
+
+    def come_late() -> list[Any]:
+        while not missing:
+            time.sleep(0.001)
+        return FolderGroup("test", run_dir, 1, 1, 2).allgather(1, timeout_s=20.0)
+
+    first = FolderGroup("test", run_dir, 1, 0, 2)
+    monkeypatch.setattr(safe_read, "read_json", read_json)
+    monkeypatch.setattr(os, "open", open_)
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(come_late)
+        assert first.allgather(0, timeout_s=20.0) == [0, 1] == late.result()
