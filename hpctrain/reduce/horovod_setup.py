@@ -23,7 +23,8 @@ MESSAGE_BYTES, MOST_MESSAGES = 2**20, 512
 """Bytes of a message between CPUs of one node, unless there would be more of them than Horovod's cache holds well: MPI
 sums what fits in a core's cache up to 2.5 times as fast as 80 MB at once."""
 NICENESS = 5
-"""Niceness of Horovod's thread on CPUs. With 19, a Keras model of 18 M weights took 5% longer on an idle machine, and
+"""Added to the niceness of Horovod's thread on CPUs. With 19, a Keras model of 18 M weights took 5% longer on an idle
+machine, and
 others several times as long next to a busy process; with 0, a recurrent PyTorch model took 2% longer."""
 MPI_LIBRARY = re.compile(r"lib(mpi|mpich|mpi-\w+|mpi_(?!cxx|mpifh|usempi)\w+)\.so[.\d]*")
 BUILD = "run: hpctrain install-horovod"
@@ -158,4 +159,5 @@ def _give_way(threads: set[str]) -> None:
     """
     for thread in threads:
         with contextlib.suppress(OSError):  # it may have ended
-            os.setpriority(os.PRIO_PROCESS, int(thread), NICENESS)
+            own = os.getpriority(os.PRIO_PROCESS, int(thread))
+            os.setpriority(os.PRIO_PROCESS, int(thread), own + NICENESS)

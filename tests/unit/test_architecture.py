@@ -61,7 +61,7 @@ TOKENS: dict[str, int] = {
     "comm": 6043,
     "run": 26429,
     "data": 43619,
-    "reduce": 11966,
+    "reduce": 11983,
     "train": 14714,
     "tasks": 7527,
     "backends": 122619,
