@@ -64,7 +64,7 @@ TOKENS: dict[str, int] = {
     "reduce": 11983,
     "train": 14714,
     "tasks": 7527,
-    "backends": 122619,
+    "backends": 122703,
     "checkpoint": 51883,
     "monitor": 32599,
     "track": 6576,

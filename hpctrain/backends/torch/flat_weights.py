@@ -23,7 +23,7 @@ class TorchFlatWeights:
     Args:
         group: the ranks, on a communicator that nothing else uses.
         peers: a process group of the same ranks, to be closed with this.
-        trained: the weights, as real numbers.
+        trained: the weights, as real numbers. Those of 16 bits are held and summed as float32.
     """
 
     state_tensor = TorchTensor
@@ -33,11 +33,12 @@ class TorchFlatWeights:
         self.sizes = [one.numel() for one in trained]
         self.device = torch.device("cpu") if peers is None else peers.device
         broadcast(group, trained, "receive the model", peers)
-        self.dtype = functools.reduce(torch.promote_types, [one.dtype for one in trained])
+        self.dtype = functools.reduce(torch.promote_types, [one.dtype for one in trained], torch.float32)
 
     def weights(self, at: slice = ALL) -> Tensor:
         covers = covered(self.sizes, at)
-        return torch.cat([self.trained[index].reshape(-1)[part] for index, part, _ in covers]).to(self.device)
+        flat = torch.cat([self.trained[index].reshape(-1)[part] for index, part, _ in covers])
+        return flat.to(self.device, self.dtype)
 
     def set_weights(self, flat: Tensor, at: slice = ALL) -> None:
         for index, part, place in covered(self.sizes, at):

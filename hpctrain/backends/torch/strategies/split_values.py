@@ -28,6 +28,8 @@ DRAWS = frozenset((
     "randint_like", "randn_like", "random_", "rrelu", "rrelu_", "scaled_dot_product_attention", "uniform_",
 ))  # fmt: skip
 """Names of functions that may draw random numbers for a tensor that they get."""
+OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+"""What operators of extensions are, such as attention with dropout: they may draw, too."""
 
 
 @contextlib.contextmanager
@@ -57,7 +59,19 @@ class SplitValues(Tensor):
     ) -> Any:
         """Calls a function of torch; its results are parts too, whatever other types of tensors it gets."""
         call = functools.partial(super().__torch_function__, function, (cls,), args, kwargs or {})
-        return draw(cls.rank, call, (args, kwargs)) if function.__name__ in DRAWS else call()
+        return (
+            draw(cls.rank, call, (args, kwargs))
+            if function.__name__ in DRAWS or isinstance(function, OPERATORS)
+            else call()
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A plain tensor: a model may keep parts, such as tables of angles in their dtype, and be copied."""
+        return plain(self).__deepcopy__(memo)  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saves a plain tensor: the class is made in each process."""
+        return plain(self).__reduce_ex__(protocol)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # states of generators cannot be compiled

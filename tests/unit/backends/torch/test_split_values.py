@@ -3,6 +3,8 @@ and the same again when they are recomputed."""
 
 from __future__ import annotations
 
+import copy
+import io
 import itertools
 
 import pytest
@@ -14,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hpctrain import columns, rows
 from hpctrain.backends.torch.strategies.sequence import blocks_of, compute_in_rows
-from hpctrain.backends.torch.strategies.split_values import DRAWS
+from hpctrain.backends.torch.strategies.split_values import DRAWS, of_rank
 from hpctrain.backends.torch.strategies.tensor import cut_model, layers_to_cut, named_layers
 from hpctrain.backends.torch.strategies.tp_group import TPGroup
 from hpctrain.comm.group import Group
@@ -26,6 +28,12 @@ class OneOf(Group):
     def __init__(self, rank: int, size: int) -> None:
         super().__init__("some")
         self.rank, self.size = rank, size
+
+
+@torch.library.custom_op("tests::speckled", mutates_args=())
+def speckled(values: Tensor) -> Tensor:
+    """Stands for the attention of an extension, which has a dropout of its own."""
+    return values * torch.rand(values.shape)
 
 
 def drawn(rank: int, model: nn.Module) -> dict[str, Tensor]:
@@ -41,6 +49,7 @@ def drawn(rank: int, model: nn.Module) -> dict[str, Tensor]:
         "part": dropout(part, 0.5) == 0,
         "noise of part": torch.randn_like(part),
         "in place": part.clone().bernoulli_(0.5),
+        "operator of an extension": speckled(part),
         "random in evaluation": torch.rand_like(model.eval().up(values)),
         "next": torch.rand(3),
     }
@@ -49,7 +58,15 @@ def drawn(rank: int, model: nn.Module) -> dict[str, Tensor]:
 def test_ranks_draw_different_numbers_for_parts_only() -> None:
     first, second = (drawn(rank, nn.ModuleDict({"up": nn.Linear(8, 8), "drop": nn.Dropout()})) for rank in range(2))
     differ = {name for name, value in first.items() if not torch.equal(value, second[name])}
-    assert differ == {"part", "noise of part", "in place"}
+    assert differ == {"part", "noise of part", "in place", "operator of an extension"}
+
+
+def test_copies_of_parts_are_plain() -> None:
+    part = torch.ones(3).as_subclass(of_rank(1))
+    torch.save(part, saved := io.BytesIO())
+    saved.seek(0)
+    for found in (copy.deepcopy([part])[0], torch.load(saved)):
+        assert type(found) is Tensor and torch.equal(found, torch.ones(3))
 
 
 class Steps(nn.Module):
