@@ -24,8 +24,7 @@ MESSAGE_BYTES, MOST_MESSAGES = 2**20, 512
 sums what fits in a core's cache up to 2.5 times as fast as 80 MB at once."""
 NICENESS = 5
 """Added to the niceness of Horovod's thread on CPUs. With 19, a Keras model of 18 M weights took 5% longer on an idle
-machine, and
-others several times as long next to a busy process; with 0, a recurrent PyTorch model took 2% longer."""
+machine, and others several times as long next to a busy process; with 0, a recurrent PyTorch model took 2% longer."""
 MPI_LIBRARY = re.compile(r"lib(mpi|mpich|mpi-\w+|mpi_(?!cxx|mpifh|usempi)\w+)\.so[.\d]*")
 BUILD = "run: hpctrain install-horovod"
 _leases: dict[ModuleType, set[int]] = {}
