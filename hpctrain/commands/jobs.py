@@ -117,7 +117,11 @@ def tell_changes(target: str, config: Config, folder: RunDir) -> None:
     """Says in what a run file asks for another job than the run had: perhaps it was submitted with options."""
     if Path(target).is_dir():
         return
-    before, now = (flat(dataclasses.asdict(one)) for one in (resolve_run.configured(str(folder.path))[0], config))
+    try:
+        had, _ = resolve_run.configured(str(folder.path))
+    except UserError:  # of an older version, or damaged: the new run file replaces it
+        return
+    before, now = (flat(dataclasses.asdict(one)) for one in (had, config))
     asked = [key for key in before if key.startswith(JOB_KEYS)]
     changed = [f"{key} is {now[key]} (was {before[key]})" for key in asked if now.get(key) != before[key]]
     if changed:

@@ -32,7 +32,7 @@ from hpctrain.run.stop_request import StopRequest, request_stop, requested_stop
 from hpctrain.run.tail import Tail
 from hpctrain.run.verdict import RunVerdict, Stop, failed_with, replaced
 from hpctrain.system import processes
-from hpctrain.system.output import say
+from hpctrain.system.output import SHOWN_S, say
 from hpctrain.system.signals import StopSignals, signal_name
 
 WORDS_EVERY_S = 1.0
@@ -238,7 +238,8 @@ class WatchedAttempt:
             said = self.launcher.messages
             if self.failure or collect(self.run_dir, self.number) or not self.launch.unheard(said):
                 return
-            say(f"no rank was started ({' '.join(said.split())[:300]}); starting them again in {pause_s:.0f} s")
+            what = f"no rank was started ({' '.join(said.split())[:300]}); starting them again in {pause_s:.0f} s"
+            say(what, SHOWN_S)
             if not self.waits(pause_s):
                 return
             self.suspicion.clear()
@@ -311,7 +312,7 @@ class WatchedAttempt:
         self.stop_deadline = now + self.grace_s()
         again = "; again to end at once" if request.signal is signal.SIGINT else ""
         how = "after the current step, with a checkpoint" if self.launch.saves else "the command, which must save"
-        say(f"{request.by}: stopping {how}{again}")
+        say(f"{request.by}: stopping {how}{again}", SHOWN_S)
 
     def grace_s(self) -> float:
         """Returns the seconds that ranks get to stop, from now on; what follows needs time before the job ends too."""

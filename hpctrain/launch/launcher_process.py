@@ -16,7 +16,7 @@ from hpctrain.launch.launcher_messages import Passing
 from hpctrain.run.folder import RunDir
 from hpctrain.system import processes
 from hpctrain.system.files import open_log
-from hpctrain.system.output import tell
+from hpctrain.system.output import SHOWN_S, tell
 
 TICK_S = 0.05
 """Seconds between two checks."""
@@ -118,7 +118,7 @@ class LauncherProcess:
         """With ``--verbose``, prints what it has written since the last look."""
         if self.verbose:
             text = self.messages
-            tell(text[self.shown :], end="")
+            tell(text[self.shown :], "", SHOWN_S)
             self.shown = len(text)
 
     def _open_log(self) -> IO[bytes]:

@@ -19,7 +19,7 @@ from hpctrain.run.live_lock import LiveLock, myself
 from hpctrain.run.run_view import RunView
 from hpctrain.run.stop_request import requested_stop
 from hpctrain.run.verdict import Action, RunVerdict, replaced
-from hpctrain.system.output import say
+from hpctrain.system.output import SHOWN_S, say
 from hpctrain.system.signals import StopSignals
 
 
@@ -96,7 +96,7 @@ def supervise(
             if found is None:
                 return verdict
             facts, before = found, verdict
-            say(f"{verdict.reason}; starting again {begins(run_dir, step)}")
+            say(f"{verdict.reason}; starting again {begins(run_dir, step)}", SHOWN_S)
     finally:
         lock.release()
         signals.restore()
@@ -133,7 +133,7 @@ def lost(lock: LiveLock, number: int) -> RunVerdict | None:
     except Replaced as error:
         return replaced(error)
     except OSError as error:  # being unable to check does not end the run
-        say(f"cannot check whether a newer attempt has begun: {error}")
+        say(f"cannot check whether a newer attempt has begun: {error}", SHOWN_S)
     return None
 
 
@@ -177,7 +177,7 @@ def begins(run_dir: RunDir, step: int | None) -> str:
 
 def say_continues(hosts: Sequence[str], ranks: int | None) -> None:
     """Says on which hosts the next attempt runs."""
-    say(f"continuing on {', '.join(hosts)} with {ranks} rank{'s' if ranks != 1 else ''}")
+    say(f"continuing on {', '.join(hosts)} with {ranks} rank{'s' if ranks != 1 else ''}", SHOWN_S)
 
 
 def choose(hosts: Sequence[str], out: Collection[str], config: Config) -> list[str] | None:

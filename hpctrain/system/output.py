@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import TextIO
 from hpctrain.system import foreign_text
 from hpctrain.system.files import open_log
 
+SHOWN_S = 5.0
+"""Longest wait for a terminal to show a message of a process that has others to watch."""
 TERMINAL = "HPCTRAIN_TERMINAL"
 """Environment variable of supervised ranks: columns of the user's terminal, 0 if there is none."""
 
@@ -93,19 +96,32 @@ def kept_output() -> Iterator[None]:
             os.close(former)
 
 
-def say(text: str) -> bool:
+def say(text: str, most_s: float | None = None) -> bool:
     """Writes a message to stderr with the prefix "hpctrain: "; see ``tell``."""
-    return tell(f"hpctrain: {text}")
+    return tell(f"hpctrain: {text}", most_s=most_s)
 
 
-def tell(text: str, end: str = "\n") -> bool:
-    """Writes text to stderr. Returns False, rather than failing, if it could not be written (full disk)."""
+def tell(text: str, end: str = "\n", most_s: float | None = None) -> bool:
+    """Writes text to stderr. Returns False, rather than failing, if it could not be written (full disk).
+
+    ``most_s``: longest wait in seconds for a terminal that shows nothing (Ctrl-S, a pager); None waits until it does.
+    """
     try:
+        if most_s is not None and not _takes_text(sys.stderr, most_s):
+            return False
         foreign_text.show(text, sys.stderr, end)
     except (OSError, ValueError):
         _discard(sys.stderr)
         return False
     return True
+
+
+def _takes_text(stream: TextIO, most_s: float) -> bool:
+    """Whether a terminal or pipe takes text within this time; True for anything else."""
+    try:
+        return bool(select.select([], [stream], [], most_s)[1])
+    except (OSError, ValueError):  # no descriptor
+        return True
 
 
 def _discard(stream: TextIO) -> None:

@@ -431,6 +431,8 @@ def test_a_run_file_that_asks_for_another_job_than_the_run_had_is_told(
         assert main(["resume", "--dry-run", target]) == 0
         said = capsys.readouterr().err
         assert ("launch.nodes is 1 (was 2), launch.slurm.time is" in said and "hpctrain resume" in said) is told
+    Path("runs/r/run.yaml").write_text("name: r\nreduce: {key_of_an_older_version: 1}\n")
+    assert main(["resume", "--dry-run", "r.yaml"]) == 0, "the new run file takes its place"
 
 
 def test_an_array_is_not_resumed_as_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
