@@ -31,7 +31,9 @@ BLOCK_BYTES = 4 << 20
 """Bytes of a weight in memory at a time, unless a row is larger."""
 RESTORE = "restore it, or link its copy to this path; a resumed run also takes a new path from checkpoint.init_from"
 SAMPLE_BYTES = 64 << 10
-"""Bytes of each weight that every save compares with those at the start, unless a row is larger."""
+"""Bytes of each weight that every save compares with those at the start, unless rows are larger."""
+SAMPLES = 4
+"""Places in a weight at which these are: its first rows, its last, and two between."""
 
 
 @dataclass(frozen=True)
@@ -202,27 +204,30 @@ class LeftOut:
     def update(self, tensors: Sequence[StateTensor], allgather: Callable[[list[str], str], list[list[str]]]) -> None:
         """Find what has changed. Collective."""
         now = self._samples(tensors)
-        changed = [name for name in now if now[name] != self.samples[name]]
+        changed = [name for name in now if None in now[name] or now[name] != self.samples[name]]
         every = allgather(changed, "compare the frozen weights")
         left = {name: one for name, one in self.record.weights.items() if not any(name in each for each in every)}
         self.record = replace(self.record, weights=left)
 
     def without(self, tensors: Iterable[StateTensor]) -> list[StateTensor]:
         """The tensors that are saved."""
-        return [tensor for tensor in tensors if tensor.name not in self.record.weights]
+        return [tensor for tensor in tensors if tensor.is_trained or tensor.name not in self.record.weights]
 
     def _samples(self, tensors: Iterable[StateTensor]) -> dict[str, list[int | None]]:
-        """Checksums of the first values of each of this rank's parts, by name; None for what is trained."""
+        """Checksums of some rows of each of this rank's parts, by name; None for what is trained."""
         taken: list[tuple[str, NDArray[Any] | None]] = []
         for tensor in tensors:
             if tensor.name not in self.record.weights:
                 continue
             out = None
             if not tensor.is_trained:
-                shape, item = tuple(tensor.shape), ITEM_TYPES[tensor.dtype]
-                rows = max(1, SAMPLE_BYTES // max(1, item.itemsize * math.prod(shape[1:])))
-                out = np.empty((min(rows, shape[0]), *shape[1:]) if shape else (), item)
-                tensor.copy_into(out, (0,) * len(shape))
+                shape, item = tuple(tensor.shape) or (1,), ITEM_TYPES[tensor.dtype]
+                rows = max(1, SAMPLE_BYTES // SAMPLES // max(1, item.itemsize * math.prod(shape[1:])))
+                is_whole = shape[0] <= SAMPLES * rows
+                begins = [0] if is_whole else [(shape[0] - rows) * at // (SAMPLES - 1) for at in range(SAMPLES)]
+                out = np.empty((len(begins), shape[0] if is_whole else rows, *shape[1:]), item)
+                for begin, part in zip(begins, out, strict=True):
+                    tensor.copy_into(part.reshape(tensor.shape) if is_whole else part, (begin, *[0] * (len(shape) - 1)))
             taken.append((tensor.name, out))
         self.synchronize()
         samples: dict[str, list[int | None]] = {}

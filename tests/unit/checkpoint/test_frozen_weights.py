@@ -138,3 +138,25 @@ def test_what_the_task_changes_is_saved() -> None:
     assert left_out.without(tensors) == tensors[1:]
     left_out.update(tensors, lambda changed, what: [[], ["model/a"]])
     assert left_out.without(tensors) == tensors, "as another rank has found"
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (16384,), (40_000, 3), (5, 30_000)])
+def test_a_change_of_the_last_rows_is_found(shape: tuple[int, ...]) -> None:
+    """Such as those of new tokens."""
+    tensor = ArrayTensor("model/a", np.zeros(shape, np.float32))
+    record = FrozenRecord("base", "/base", {"model/a": FrozenWeight("there", shape, "float32", "00000000")})
+    left_out = LeftOut(record, [tensor], lambda: None)
+    for saved in ([], [tensor]):
+        left_out.update([tensor], lambda changed, what: [changed])
+        assert left_out.without([tensor]) == saved
+        tensor.array[(-1,) * len(shape)] = 1
+
+
+def test_what_a_resumed_run_trains_is_saved() -> None:
+    """A layer that was frozen before."""
+    tensor = ArrayTensor("model/a", np.zeros(3, np.float32), is_trained=True)
+    record = FrozenRecord("base", "/base", {"model/a": FrozenWeight("there", (3,), "float32", "00000000")})
+    left_out = LeftOut(record, [tensor], lambda: None)
+    assert left_out.without([tensor]) == [tensor]
+    left_out.update([tensor], lambda changed, what: [changed])
+    assert left_out.without([tensor]) == [tensor] and not left_out.record.weights
