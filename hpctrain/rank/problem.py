@@ -312,6 +312,8 @@ def with_input(task: Task, train: Dataset | Stream, seed: int) -> tuple[Task, Re
         with kept():
             before = digest_of(states())
             names = tuple(make_batch(examples_of(train), recipe, first_draw(np.arange(1))))
+            with contextlib.suppress(UserError):  # a collate that permutes samples draws nothing for one
+                make_batch(examples_of(train), recipe, first_draw(np.zeros(2, np.int64)))
             recipe = dataclasses.replace(recipe, draws=digest_of(states()) != before)
     names, by_place = input_first(task, train, names), takes_first(task)
     return with_its_loss(task, names), dataclasses.replace(recipe, names=names if by_place else ())

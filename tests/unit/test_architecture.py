@@ -68,7 +68,7 @@ TOKENS: dict[str, int] = {
     "checkpoint": 51981,
     "monitor": 32599,
     "track": 6576,
-    "rank": 15616,
+    "rank": 15647,
     "programs": 4775,
     "launch": 50614,
     "report": 13016,

@@ -4,6 +4,7 @@ import functools
 import random
 import threading
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,6 +79,26 @@ def test_what_a_collate_draws_depends_on_seed_epoch_and_first_sample_and_no_thre
     next(ahead.starting_at(0, 0))
     assert "hpctrain-prefetch" not in [thread.name for thread in threading.enumerate()]
     ahead.close()
+
+
+def paired(samples: list[dict]) -> dict:
+    """A collate that gives each sample another one as a partner."""
+    ids = np.array([each["id"] for each in samples])
+    return {"id": ids, "partner": ids[torch.randperm(len(ids)).numpy()]}
+
+
+def alone(samples: list[dict]) -> dict:
+    """A collate for batches of one sample."""
+    (sample,) = samples
+    return {"id": np.array([sample["id"]]), "x": np.zeros(1)}
+
+
+@pytest.mark.parametrize(("collate", "draws"), [(shaken, True), (paired, True), (alone, False)])
+def test_a_collate_is_seen_to_draw_also_if_it_permutes_samples(collate: Any, draws: bool) -> None:
+    model = torch.nn.Linear(1, 1)
+    task = TorchTask(model, "mse", torch.optim.SGD(model.parameters()), collate=collate)
+    before = state()
+    assert with_input(task, open_dataset({"id": np.arange(LENGTH)}), seed=5)[1].draws is draws and state() == before
 
 
 def test_the_generators_of_the_model_are_left_alone() -> None:
