@@ -1,4 +1,4 @@
-"""Facts about a dataset: its contents, read speed, and the versions of the tables it comes from."""
+"""Facts about a dataset: its contents, read speed, and the tables it comes from."""
 
 from __future__ import annotations
 
