@@ -64,7 +64,7 @@ TOKENS: dict[str, int] = {
     "reduce": 11983,
     "train": 14714,
     "tasks": 7527,
-    "backends": 122703,
+    "backends": 122741,
     "checkpoint": 51981,
     "monitor": 32599,
     "track": 6576,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hpctrain.backends.local_training import ALL, covered
 from hpctrain.backends.torch.process_groups import ProcessGroup, broadcast
+from hpctrain.backends.torch.reduce.gradients import as_real
 from hpctrain.backends.torch.state.tensors import TorchTensor
 from hpctrain.comm.group import Group
 
@@ -23,28 +24,34 @@ class TorchFlatWeights:
     Args:
         group: the ranks, on a communicator that nothing else uses.
         peers: a process group of the same ranks, to be closed with this.
-        trained: the weights, as real numbers. Those of 16 bits are held and summed as float32.
+        parameters: the weights. Those of 16 bits are held and summed as float32.
     """
 
     state_tensor = TorchTensor
 
-    def __init__(self, group: Group, peers: ProcessGroup | None, trained: Sequence[Tensor]) -> None:
-        self.group, self.peers, self.trained, self.size = group, peers, trained, group.size
-        self.sizes = [one.numel() for one in trained]
+    def __init__(self, group: Group, peers: ProcessGroup | None, parameters: Sequence[Tensor]) -> None:
+        self.group, self.peers, self.parameters, self.size = group, peers, parameters, group.size
+        self.sizes = [one.numel() for one in self.trained]
         self.device = torch.device("cpu") if peers is None else peers.device
-        broadcast(group, trained, "receive the model", peers)
-        self.dtype = functools.reduce(torch.promote_types, [one.dtype for one in trained], torch.float32)
+        broadcast(group, self.trained, "receive the model", peers)
+        self.dtype = functools.reduce(torch.promote_types, [one.dtype for one in self.trained], torch.float32)
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The weights as real numbers, where they are now: a task may give them other memory (``.data = ...``)."""
+        return [as_real(one.detach()) for one in self.parameters]
 
     def weights(self, at: slice = ALL) -> Tensor:
-        covers = covered(self.sizes, at)
-        flat = torch.cat([self.trained[index].reshape(-1)[part] for index, part, _ in covers])
+        trained, covers = self.trained, covered(self.sizes, at)
+        flat = torch.cat([trained[index].reshape(-1)[part] for index, part, _ in covers])
         return flat.to(self.device, self.dtype)
 
     def set_weights(self, flat: Tensor, at: slice = ALL) -> None:
+        trained = self.trained
         for index, part, place in covered(self.sizes, at):
-            values = self.trained[index].reshape(-1)  # a copy if the memory order is another
+            values = trained[index].reshape(-1)  # a copy if the memory order is another
             values[part] = flat[place]
-            self.trained[index].copy_(values.view_as(self.trained[index]))
+            trained[index].copy_(values.view_as(trained[index]))
 
     def array(self, values: NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.array(values)).to(self.device, self.dtype)

@@ -109,7 +109,7 @@ class TorchFramework(FrameworkOfParts):
     def flat_weights(self, group: Group, by_device: Group | None) -> TorchFlatWeights:
         """See backends.local_training.Apart."""
         peers = None if by_device is None else peers_of(by_device, self.device)
-        return TorchFlatWeights(group, peers, [as_real(one.detach()) for one in self.source.averages.parameters])
+        return TorchFlatWeights(group, peers, self.source.averages.parameters)
 
     def close(self) -> None:
         self.parts.exchanges.close()

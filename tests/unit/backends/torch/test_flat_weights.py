@@ -1,4 +1,4 @@
-"""Flat weights of torch models in dtypes that neither NumPy nor MPI adds."""
+"""Flat weights of torch models: in dtypes that neither NumPy nor MPI adds, and after they have moved."""
 
 from __future__ import annotations
 
@@ -25,3 +25,12 @@ def test_weights_of_16_bits_make_outer_steps_in_float32_and_load_what_was_saved(
     assert torch.equal(weights, outer.outer.to(dtype))
     saved = value_of(flat.state_tensor("outer", outer.outer, Placement.REPLICATED))
     assert torch.equal(flat.array(saved), outer.outer)
+
+
+def test_weights_are_those_of_the_model_after_a_task_has_given_it_other_memory() -> None:
+    layer = torch.nn.Linear(2, 2)
+    flat = TorchFlatWeights(Group("ranks"), None, list(layer.parameters()))
+    torch.nn.utils.vector_to_parameters(torch.arange(6.0), layer.parameters())
+    assert flat.weights().tolist() == [0, 1, 2, 3, 4, 5]
+    flat.set_weights(torch.ones(6))
+    assert layer.weight.eq(1).all() and layer.bias.eq(1).all()
