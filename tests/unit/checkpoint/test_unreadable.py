@@ -213,7 +213,7 @@ def test_commands_tell_the_two_apart(
 ALONE = Group("alone")
 
 
-def in_memory(weights: initial.Weights) -> dict[str, np.ndarray]:
+def in_memory(weights: initial.Weights, _: str) -> dict[str, np.ndarray]:
     """All of them."""
     return {name: weights.arrays[name] for name in weights.arrays}
 
