@@ -29,8 +29,8 @@ class SaveOnStop:
         What saves left that were killed half-way is removed.
         """
         if self.accelerator.is_main_process:
-            for partial in self.folder.glob("partial-*"):
-                shutil.rmtree(partial, ignore_errors=True)
+            for step in self.steps("partial"):
+                shutil.rmtree(self.folder / f"partial-{step}", ignore_errors=True)
         self.accelerator.wait_for_everyone()  # before anyone saves
         step = max(self.steps(), default=0)
         if step:
@@ -58,7 +58,7 @@ class SaveOnStop:
                 shutil.rmtree(self.folder / f"step-{one}", ignore_errors=True)
         checkpoint_saved(step)
 
-    def steps(self) -> list[int]:
-        """Returns the steps of complete checkpoints."""
-        names = [path.name.removeprefix("step-") for path in self.folder.glob("step-*")]
+    def steps(self, kind: str = "step") -> list[int]:
+        """Returns the steps of complete checkpoints, or of ``partial`` ones."""
+        names = [path.name.removeprefix(f"{kind}-") for path in self.folder.glob(f"{kind}-*")]
         return [int(name) for name in names if name.isdecimal()]

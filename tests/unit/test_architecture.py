@@ -72,7 +72,7 @@ TOKENS: dict[str, int] = {
     "programs": 4775,
     "launch": 50614,
     "report": 13016,
-    "callbacks": 908,
+    "callbacks": 916,
     "watch": 4926,
     "doctor": 4525,
     "horovod_wheel": 4078,
