@@ -42,7 +42,7 @@ def test_each_slow_phase_is_found_and_clears(mpirun: Callable[..., Any], tmp_pat
         incidents = sum(victim == rank for victim, *_ in slow)
         states = [event["state"] for event in events if event["rank"] == rank]
         assert states == ["confirmed", "cleared"] * incidents, events
-    assert "rank 1 on" in result.stdout and "slower than its peers: the forward pass, costs" in result.stdout
+    assert "rank 1 on" in result.stdout and "slower than its peers: the forward pass, which costs" in result.stdout
 
 
 @pytest.mark.world_size(8)

@@ -21,7 +21,6 @@ VIEWS = (
     ("status",),
     ("watch", "--once"),
     ("report", "--json"),
-    ("track", "card"),
     ("logs", "--first-error"),
 )
 """Commands that look at a run folder."""
