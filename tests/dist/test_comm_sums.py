@@ -64,11 +64,11 @@ def test_reducers_of_one_program_share_horovod(tmp_path: Path) -> None:
         "import torch\n"
         "from hpctrain.comm.world import connect\n"
         "from hpctrain.reduce.flat_layout import plan\n"
-        "from hpctrain.backends.torch.reduce.messages import HorovodSender, MessageAllreduce, horovod_lease\n"
+        "from hpctrain.backends.torch.reduce.messages import MessageAllreduce, horovod_sender\n"
         "group = connect().data\n"
         "def opened(half=False):\n"
         "    layout, cpu = plan([8], None, 2), torch.device('cpu')\n"
-        "    sender = HorovodSender(horovod_lease(group, cpu))\n"
+        "    sender = horovod_sender(group, cpu)\n"
         "    made = MessageAllreduce(sender, layout, torch.float32, cpu, torch.float16 if half else None)\n"
         "    made.flat.fill_(group.rank + 1)\n"
         "    return made\n"
@@ -110,41 +110,3 @@ def test_tensors_travel_by_groups_of_torch(tmp_path: Path) -> None:
     both = [0.0, 1.0, 2.0, 1.0, 2.0, 3.0]
     wanted = f"{[1.0, 3.0, 5.0]} {both} {[1.0, 3.0, 5.0]}"
     assert mpirun(2, program, warm="torch").stdout.splitlines() == [wanted] * 2
-
-
-@pytest.mark.world_size(2)
-def test_horovod_sums_large_gradients_from_where_they_are(tmp_path: Path) -> None:
-    program = tmp_path / "lent.py"
-    program.write_text(
-        "import torch\n"
-        "from hpctrain.comm.world import connect\n"
-        "from hpctrain.config.sections import ReduceConfig\n"
-        "from hpctrain.backends.torch.reduce.torch_reducers import TorchReducers\n"
-        "from hpctrain.reduce.candidates import Candidate\n"
-        "group = connect().data\n"
-        "torch.manual_seed(1)\n"
-        "wide, conv = torch.nn.Linear(513, 700), torch.nn.Conv2d(256, 128, 3)\n"  # over a message
-        "model = torch.nn.ModuleList([torch.nn.Linear(8, 513), wide, conv.to(memory_format=torch.channels_last)])\n"
-        "def update(reducer, passes, everywhere):\n"
-        "    reducer.begin()\n"
-        "    for number in range(passes):\n"
-        "        torch.manual_seed(10 * group.rank + number)\n"
-        "        reducer.begin_pass(number == passes - 1)\n"
-        "        loss = wide(model[0](torch.randn(4, 8))).square().sum()\n"
-        "        if everywhere or group.rank == 0:\n"
-        "            loss = loss + conv(torch.randn(2, 256, 4, 4)).square().sum()\n"
-        "        loss.backward()\n"
-        "    reducer.exchange(1.0)\n"
-        "    return [parameter.grad.clone() for parameter in model.parameters()]\n"
-        "found = {}\n"
-        "for name in ('mpi-overlap', 'horovod-overlap'):\n"
-        "    reducer = TorchReducers(model, ReduceConfig()).open(Candidate.parse(name), group)\n"
-        "    cases = [(1, True), (1, True), (1, False), (2, True)]\n"
-        "    found[name] = [grad for case in cases for grad in update(reducer, *case)]\n"
-        "    lent = reducer.flat_gradients.lent\n"
-        "    print(name, lent and [end - begin for begin, end in lent.places])\n"
-        "    reducer.close()\n"
-        "print(all(map(torch.equal, *found.values())), len(found['mpi-overlap']))\n"
-    )
-    lines = ["mpi-overlap None", "horovod-overlap [294912, 359100]", "True 24"]
-    assert sorted(mpirun(2, program, warm="torch").stdout.splitlines()) == sorted(lines * 2)

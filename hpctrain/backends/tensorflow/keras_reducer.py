@@ -24,9 +24,6 @@ from hpctrain.reduce.host_allreduce import PieceAllreduce, open_piece_allreduce
 from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
 from hpctrain.reduce.streamed_allreduce import CODECS
 
-WHOLE = 16
-"""Horovod messages that make up the largest gradient that stays whole: the sums of parts must be joined again, which
-takes longer than large messages do."""
 JOINED_BYTES = 65536
 """Total gradient size up to which all gradients form one piece: each further piece costs about 10 us in Python."""
 Callback = Callable[[], None] | None
@@ -148,12 +145,13 @@ class HorovodReducer:
 
     def _summed(self, pieces: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         sizes = [math.prod(piece.shape) for piece in pieces]
-        most = self.lease.most(sum(sizes), pieces[0].dtype.size if pieces else 1)
-        small = [index for index, size in enumerate(sizes) if size < most]
+        kind = sum(sizes), pieces[0].dtype.size if pieces else 1
+        most, least = self.lease.most(*kind), self.lease.least(*kind)
+        small = [index for index, size in enumerate(sizes) if size < least]
         found: dict[int, tf.Tensor] = {}
-        for members in [*([index] for index, size in enumerate(sizes) if size >= most), *([small] if small else [])]:
+        for members in [*([index] for index, size in enumerate(sizes) if size >= least), *([small] if small else [])]:
             some = [pieces[index] for index in members]
-            parts = cut(join(some) if len(some) > 1 else some[0], WHOLE * most)
+            parts = cut(join(some) if len(some) > 1 else some[0], most)
             sums = [self._allreduce(part, f"{name}_{members[0]}_{number}") for number, part in enumerate(parts)]
             found.update(zip(members, split(join(sums), some), strict=True))
         return [found[index] for index in range(len(pieces))]

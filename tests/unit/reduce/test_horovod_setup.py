@@ -59,10 +59,12 @@ def test_other_ranks_than_mpi_sees_are_a_clear_error(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("cuts", "elements", "most"), [(True, 100, 2**18), (True, 2**30, 2**21), (False, 100, 100), (False, 0, 1)]
+    ("cuts", "elements", "most", "least"),
+    [(True, 100, 2**22, 2**18), (True, 2**33, 2**24, 2**20), (False, 100, 100, 100), (False, 0, 1, 1)],
 )
 def test_messages_are_cut_for_caches_but_not_into_more_than_horovod_remembers(
-    cuts: bool, elements: int, most: int
+    cuts: bool, elements: int, most: int, least: int
 ) -> None:
     module: Any = None
-    assert horovod_setup.Lease(module, 0, cuts).most(elements, 4) == most
+    lease = horovod_setup.Lease(module, 0, cuts)
+    assert (lease.most(elements, 4), lease.least(elements, 4)) == (most, least)

@@ -11,7 +11,6 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from hpctrain.backends.torch.process_groups import ProcessGroup
-from hpctrain.backends.torch.reduce.lent_gradients import LentGradients
 from hpctrain.backends.torch.reduce.rows import GroupRows
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
@@ -36,9 +35,8 @@ class FlatGradients:
         layout: Layout,
         ready: Callable[[int], None],
         sparse: Sparse = "auto",
-        lent: LentGradients | None = None,
     ) -> None:
-        """``ready(bucket)`` is called once all gradients of this and all earlier buckets are in the buffer, or lent."""
+        """``ready(bucket)`` is called once all gradients of this and all earlier buckets are in the buffer."""
         self.names = [name for name, _ in parameters]
         self.parameters = [parameter for _, parameter in parameters]
         self.flat = flat
@@ -49,7 +47,6 @@ class FlatGradients:
         ]
         self.ready = ready
         self.sparse = sparse
-        self.lent = lent
         self.bucket_of = [0] * len(parameters)
         for number, bucket in enumerate(layout.buckets):
             for index in bucket.members:
@@ -125,8 +122,6 @@ class FlatGradients:
         self.missing = [set(bucket.members) for bucket in self.layout.buckets]
         self.sent = 0
         self.is_under_way = False
-        if self.lent:
-            self.lent.give_back()
 
     def _take(self, index: int, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
@@ -134,12 +129,9 @@ class FlatGradients:
         if gradient is not view and gradient is not None:
             if gradient.is_sparse:
                 gradient = densify(self.names[index], gradient, self.sparse)
-            is_sent = self.last_backward and self.is_under_way
             if self.filled[index]:
-                if self.lent:
-                    self.lent.put_back(self.layout.offsets[index], view)
                 view.add_(gradient)
-            elif not (is_sent and self.lent and self.lent.lend(self.layout.offsets[index], gradient, view)):
+            else:
                 view.copy_(gradient)
             parameter.grad = None
         self.filled[index] = True

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from hpctrain.backends.torch.device import gpu_for_nccl
 from hpctrain.backends.torch.process_groups import ProcessGroup
-from hpctrain.backends.torch.reduce.lent_gradients import LentGradients
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from hpctrain.reduce import horovod_setup
@@ -95,21 +94,21 @@ class GroupSender:
 
 
 class HorovodSender:
-    """Sends by Horovod, under fixed names, so that nothing is renegotiated.
+    """Sends by Horovod, under fixed names, so that nothing is renegotiated."""
 
-    Args:
-        lease: use of Horovod.
-        lent: gradients that are not in the tensor whose parts are sent.
-    """
-
-    def __init__(self, lease: Lease, lent: LentGradients | None = None) -> None:
+    def __init__(self, lease: Lease) -> None:
         self.horovod, self.number, self.most = lease.module, lease.number, lease.most
         self.close = lease.end
-        self.lent = lent
 
     def send(self, part: Tensor, begin: int) -> Callable[[], object]:
         most = self.most(len(part), part.element_size())
-        handles = [self._sum(begin + number * most, piece) for number, piece in enumerate(part.split(most))]
+        handles = [
+            # A group of one: groups are not fused with each other (horovod_setup.SETTINGS).
+            self.horovod.grouped_allreduce_async_(
+                [piece], name=f"hpctrain.gradients.{self.number}.{begin + number * most}", op=self.horovod.Sum
+            )
+            for number, piece in enumerate(part.split(most))
+        ]
 
         def wait() -> None:
             for handle in handles:
@@ -118,15 +117,6 @@ class HorovodSender:
                 self.horovod.synchronize(handle)
 
         return wait
-
-    def _sum(self, begin: int, piece: Tensor) -> int:
-        """Starts the sum of a piece. It is a group of one: groups are not fused (horovod_setup.SETTINGS)."""
-        name, sum_ = f"hpctrain.gradients.{self.number}.{begin}", self.horovod.Sum
-        terms = self.lent.terms(begin, piece) if self.lent else piece
-        if terms is piece:
-            return int(self.horovod.grouped_allreduce_async_([piece], name=name, op=sum_))
-        everyone = self.horovod.global_process_set
-        return int(self.horovod.mpi_ops._grouped_allreduce_async([terms], [piece], name, sum_, 1.0, 1.0, everyone))
 
 
 def unfit(horovod: ModuleType, group: Group, device: torch.device) -> UserError | None:
@@ -146,9 +136,9 @@ def unfit(horovod: ModuleType, group: Group, device: torch.device) -> UserError 
     return None
 
 
-def horovod_lease(group: Group, device: torch.device) -> Lease:
+def horovod_sender(group: Group, device: torch.device) -> HorovodSender:
     """Starts Horovod; raises UserError if it is missing or does not fit. Collective."""
     horovod = horovod_setup.load("torch")
     if error := unfit(horovod, group, device):
         raise error
-    return horovod_setup.start(horovod, group, on_gpu=device.type != "cpu")
+    return HorovodSender(horovod_setup.start(horovod, group, on_gpu=device.type != "cpu"))

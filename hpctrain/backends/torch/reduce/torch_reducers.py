@@ -12,7 +12,6 @@ from torch.nn import Module, Parameter
 from hpctrain.backends.torch.process_groups import ProcessGroup, each_has_a_gpu, peers_of, word_of
 from hpctrain.backends.torch.reduce import allreduce, messages
 from hpctrain.backends.torch.reduce.gradients import FlatGradients, SparseGradients, as_real
-from hpctrain.backends.torch.reduce.lent_gradients import LentGradients
 from hpctrain.backends.torch.reduce.reducer import FlatReducer, NoReducer, Reducer
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
@@ -78,28 +77,24 @@ class TorchReducers:
         most, ends = bucket_sizes(config, candidate, dtype, device)
         layout = plan([as_real(one).numel() for _, one in parameters], most, SLOTS, ends)
         sum_: allreduce.TensorAllreduce
-        lent: LentGradients | None = None
         over: ProcessGroup | Group = group
         if candidate.kind == "mpi":
             candidate, sum_ = allreduce.open_tensor_allreduce(candidate, group, layout, dtype, device)
         else:
             sender: messages.Sender
-            half = messages.HALVES.get(candidate.compression)
             if candidate.kind == "horovod":
-                lease = messages.horovod_lease(group, device)
-                if lease.cuts and half is None:
-                    lent = LentGradients(layout, lease.most(layout.length, dtype.itemsize))
-                sender = messages.HorovodSender(lease, lent)
+                sender = messages.horovod_sender(group, device)
             else:
                 sender = messages.GroupSender(peers_of(group, device))
                 over = peers_of(group, device) if rows_of else group
+            half = messages.HALVES.get(candidate.compression)
             sum_ = messages.MessageAllreduce(sender, layout, dtype, device, half)
 
         def ready(number: int) -> None:
             end = layout.gradients if reducer.early else layout.length
             sum_.start(layout.buckets[number].begin, min(layout.buckets[number].end, end))
 
-        gradients = FlatGradients(parameters, sum_.flat, layout, ready, config.sparse, lent)
+        gradients = FlatGradients(parameters, sum_.flat, layout, ready, config.sparse)
         tables = SparseGradients(rows_of, over, dtype)
         arrive = sum_.arrive if isinstance(sum_, allreduce.HostTensorAllreduce) and not rows_of else None
         reducer = FlatReducer(candidate.name, parameters, gradients, sum_, tables, arrive, self.needs_norm)
