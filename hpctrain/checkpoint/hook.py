@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpctrain.checkpoint.contents import FIRST_STEPS, Contents, verify_replicated
-from hpctrain.checkpoint.initial import load_recorded
+from hpctrain.checkpoint.initial import load_initial
 from hpctrain.checkpoint.initial_match import WeightSource, listed
 from hpctrain.checkpoint.object_state import restore
 from hpctrain.checkpoint.place import CheckpointPlace
@@ -136,7 +136,7 @@ class CheckpointHook(BaseHook):
             source = WeightSource(self.config.init_from, self.config.init_rename, self.config.init_missing)
             world = training.world
             is_left = self.config.frozen == "source"
-            match, record = load_recorded(source, training.framework, world.pipeline, world.everyone, is_left)
+            match, record = load_initial(source, training.framework, world.pipeline, world.everyone, is_left)
             self.reporter.report([events.InitialWeights(step=0, path=source.path, **dataclasses.asdict(match))])
             if record:
                 self.contents.leave_out(record, training)

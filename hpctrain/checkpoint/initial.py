@@ -35,8 +35,12 @@ KERAS_FILE = ".weights.h5"
 
 
 def load_initial(
-    source: WeightSource, framework: StateSource, stages: Group | None = None, everyone: Group | None = None
-) -> Match:
+    source: WeightSource,
+    framework: StateSource,
+    stages: Group | None = None,
+    everyone: Group | None = None,
+    record: bool = False,
+) -> tuple[Match, FrozenRecord | None]:
     """Load a source's weights into the model wherever name and shape match; other state is unchanged.
 
     A moving average of the weights starts at the loaded weights. Collective over ``everyone``.
@@ -48,6 +52,7 @@ def load_initial(
         stages: ranks of the pipeline stages, whose weights are matched as one model; by default only this rank.
         everyone: ranks that load the same checkpoint: if a rank finds it damaged, all load the previous one. By default
             only this process.
+        record: whether to return which frozen weights were loaded, and from where.
 
     Raises:
         UserError: the source does not exist or holds more than weights, or it lacks weights of the model that
@@ -55,17 +60,6 @@ def load_initial(
         DamagedCheckpoint: the source is damaged.
         UnreadableCheckpoint: the source cannot be read now.
     """
-    return load_recorded(source, framework, stages, everyone)[0]
-
-
-def load_recorded(
-    source: WeightSource,
-    framework: StateSource,
-    stages: Group | None = None,
-    everyone: Group | None = None,
-    record: bool = False,
-) -> tuple[Match, FrozenRecord | None]:
-    """As ``load_initial``; if asked to ``record``, also returns which frozen weights were loaded, and from where."""
     framework.host.synchronize()
     if source.path.endswith(KERAS_FILE):
         return load_keras_file(source, framework), None

@@ -197,7 +197,7 @@ def files(folder: Path) -> dict[str, float]:
     for output in (whole, weights):
         assert command(["ckpt", "export", str(folder / "run"), "--no-ema", "-o", output]) == 0
     framework = make_framework(config, alone(), make_problem(config, alone()).task, IntervalClock())
-    match = load_initial(WeightSource(weights), framework)
+    match, _ = load_initial(WeightSource(weights), framework)
     state = {one.name: value_of(one) for one in framework.state()}
     averages = [
         np.abs(state[f"ema/{name}"] - state[f"model/{name}"]).max() for name in ("dense/kernel", "dense_1/bias")

@@ -65,7 +65,7 @@ TOKENS: dict[str, int] = {
     "train": 14714,
     "tasks": 7527,
     "backends": 122036,
-    "checkpoint": 51981,
+    "checkpoint": 51937,
     "monitor": 32599,
     "track": 6576,
     "rank": 15647,

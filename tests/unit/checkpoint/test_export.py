@@ -292,7 +292,7 @@ def test_initial_weights_from_a_checkpoint_and_from_safetensors(digits: Any, tmp
     for source in (path, path.parent, tmp_path / "out.safetensors"):
         new, framework, _ = trained("torch", tmp_path)
         with closing(framework):
-            match = load_initial(WeightSource(str(source)), framework)
+            match, _ = load_initial(WeightSource(str(source)), framework)
             assert set(match.taken) == set(task.model.state_dict()) and not match.missing + match.unexpected
             expected = task.model.state_dict()["conv2.weight"]
             assert torch.equal(new.model.conv2.weight, expected)

@@ -73,7 +73,7 @@ def test_an_encoder_is_taken_from_each_kind_of_file_under_another_beginning(name
     WRITERS[name](state, path)
     framework = make_framework(alone(), Network, ema_decay=0.5)
     head = framework.model.head.weight.detach().clone()
-    match = load_initial(WeightSource(str(path), {"": "encoder."}, ["head.*"]), framework)
+    match, _ = load_initial(WeightSource(str(path), {"": "encoder."}, ["head.*"]), framework)
     assert match.missing == ("head.weight", "head.bias") and not match.unexpected + match.reshaped
     assert torch.equal(framework.model.encoder[0].weight, state["0.weight"])
     assert torch.equal(framework.model.head.weight, head)
@@ -92,7 +92,7 @@ def test_folders_of_hugging_face_models_in_one_file_and_in_several(tmp_path: Pat
         as_safetensors({name: state[name] for name in state if files[name] == file}, cut / file)
     for folder in (tmp_path, cut):
         framework = make_framework(alone(), Network)
-        assert set(load_initial(WeightSource(str(folder)), framework).taken) == set(state)
+        assert set(load_initial(WeightSource(str(folder)), framework)[0].taken) == set(state)
         assert torch.equal(framework.model.head.weight, state["head.weight"])
     (cut / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
     with pytest.raises(Exception, match="not a file in its folder"):
@@ -187,7 +187,7 @@ def test_keras_files_by_their_own_names(make_keras: Any, tmp_path: Path) -> None
     path = tmp_path / "pretrained.weights.h5"
     other.save_weights(path)
     framework = make_keras(alone(), model=model, ema_decay=0.5)
-    match = load_initial(WeightSource(str(path)), framework)
+    match, _ = load_initial(WeightSource(str(path)), framework)
     assert len(match.taken) == 8 and not match.missing + match.unexpected
     for ours, theirs in zip(framework.task.model.variables, other.variables, strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -197,7 +197,7 @@ def test_keras_files_by_their_own_names(make_keras: Any, tmp_path: Path) -> None
     before = wide.task.model.layers[-1].kernel.numpy()
     with pytest.raises(UserError, match=r"2 have another shape \(layers/dense_1/vars/0, layers/dense_1/vars/1\)"):
         load_initial(WeightSource(str(path)), wide)
-    match = load_initial(WeightSource(str(path), missing=["layers/dense_1/*"]), wide)
+    match, _ = load_initial(WeightSource(str(path), missing=["layers/dense_1/*"]), wide)
     assert match.reshaped == ("layers/dense_1/vars/0", "layers/dense_1/vars/1")
     np.testing.assert_array_equal(wide.task.model.layers[-1].kernel, before)
     np.testing.assert_array_equal(wide.task.model.layers[0].kernel, other.layers[0].kernel)
@@ -266,7 +266,7 @@ def test_an_adapter_is_exported_alone_and_merged(tmp_path: Path) -> None:
     plain.eval(), framework.model.eval()
     torch.testing.assert_close(plain(torch.from_numpy(x)), framework.model(torch.from_numpy(x)))
     again = make_framework(alone(), Adapted)
-    match = load_initial(WeightSource(str(alone_file), missing=["norm.*", "layer.base_layer.*"]), again)
+    match, _ = load_initial(WeightSource(str(alone_file), missing=["norm.*", "layer.base_layer.*"]), again)
     assert torch.equal(again.model.layer.lora_B.weight, framework.model.layer.lora_B.weight) and len(match.taken) == 4
 
 
@@ -275,7 +275,7 @@ def test_a_plain_network_has_the_weights_of_one_with_adapters(tmp_path: Path) ->
     plain.layer = nn.Linear(12, 4)
     as_safetensors(plain.state_dict(), path)
     framework = make_framework(alone(), Adapted)
-    match = load_initial(WeightSource(str(path), missing=["*.lora_*"]), framework)
+    match, _ = load_initial(WeightSource(str(path), missing=["*.lora_*"]), framework)
     assert match.missing == ("layer.lora_A.weight", "layer.lora_B.weight") and not match.unexpected
     assert torch.equal(framework.model.layer.base_layer.weight, plain.layer.weight)
 
@@ -452,7 +452,7 @@ def test_a_stage_may_have_none_of_the_weights_that_the_model_takes(tmp_path: Pat
     as_safetensors({"body.weight": torch.ones(4, 4), "old.bias": torch.ones(3)}, path)
     head = make_framework(alone(), lambda: nn.ModuleDict({"head": nn.Linear(4, 3)}))
     before = head.weights_hash()
-    match = load_initial(WeightSource(str(path), missing=["head.*"]), head, OtherStage({"body.weight": [4, 4]}))
+    match, _ = load_initial(WeightSource(str(path), missing=["head.*"]), head, OtherStage({"body.weight": [4, 4]}))
     assert match == Match(("body.weight",), ("head.weight", "head.bias"), ("old.bias",), ())
     assert head.weights_hash() == before
     with pytest.raises(UserError, match=r"does not have all weights of the model: 1 are missing \(body\.bias\)"):
