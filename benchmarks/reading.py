@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ranks", type=int, default=2, help="ranks on this machine (default: 2)")
     parser.add_argument("--epochs", type=int, default=3, help="the first of which is cold (default: 3)")
-    parser.add_argument("--folder", default=tempfile.gettempdir(), help="folder of the packed file and caches")
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="folder of the packed file, and of caches of other libraries")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -139,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
         store.publish("rows")  # WebDataset reads it with curl
         for name in names:
             address = FILLING[name](args.rows, Path(folder))
-            os.environ["HPCTRAIN_CACHE"] = f"{folder}/cache-{name}"
+            os.environ["READING_CACHE"] = f"{folder}/cache-{name}"
             options = {"--kind": name, "--address": address, "--epochs": str(args.epochs), "--rows": str(args.rows)}
             (row,) = on_ranks("benchmarks.reading_ranks", options, args.ranks)
             found.append(row)

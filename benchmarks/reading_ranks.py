@@ -52,7 +52,7 @@ def webdataset(address: str, world: World, epochs: int) -> Iterator[int]:
     def mine(urls: Iterator[Any]) -> Iterator[Any]:
         return (url for index, url in enumerate(urls) if index % world.size == world.rank)
 
-    cache = os.environ["HPCTRAIN_CACHE"]
+    cache = os.environ["READING_CACHE"]
     os.makedirs(cache, exist_ok=True)
     shards = webdataset.WebDataset(address, nodesplitter=mine, shardshuffle=100, cache_dir=cache, seed=0)
     batches = shards.shuffle(BUFFER).map(decoded).batched(BATCH)
@@ -73,7 +73,7 @@ def streaming(address: str, world: World, epochs: int) -> Iterator[int]:
 
     library: Any = importlib.import_module("streaming")
     data = library.StreamingDataset(
-        remote=address, local=os.environ["HPCTRAIN_CACHE"], shuffle=True, batch_size=BATCH, shuffle_seed=0
+        remote=address, local=os.environ["READING_CACHE"], shuffle=True, batch_size=BATCH, shuffle_seed=0
     )
     batches: Any = DataLoader(data, batch_size=BATCH)
     for _ in range(epochs):

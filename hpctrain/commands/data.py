@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.data.packing.pack_source import PackSource, parse_fields
-from hpctrain.data.packing.read import NAMES, TABLES, kind_of, open_source
-from hpctrain.data.packing.resumable_file import ALONE, PATIENCE_S, Ranks
+from hpctrain.data.packing.read import NAMES, kind_of, open_source
 from hpctrain.data.packing.text import TextForm, files_of, open_tokenizer, text_source
 from hpctrain.data.packing.write import prepare, write_hdf5
 from hpctrain.errors import ExitCode, UserError
@@ -53,14 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "everything is taken and each column is an array",
     )
     add("--columns", metavar="A,B", help="columns to take, one array each; short for --field A --field B")
-    add(
-        "--filter",
-        action="append",
-        default=[],
-        metavar="CONDITION",
-        help="tables: keep only rows that match, such as 'age >= 30', 'split == train' or 'day in 3,4'; "
-        "repeat to require several conditions",
-    )
     add(
         "--dtype",
         action="append",
@@ -103,38 +94,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_pack(args: argparse.Namespace) -> int:
-    """Makes a file, with the other ranks if a launcher has started some."""
-    from hpctrain.comm.world import LAUNCHED
-
-    if not any(os.environ.get(name) for name in LAUNCHED):
-        return pack(args, ALONE)
-    from hpctrain.rank.session import RankResult, Session, run_rank
-    from hpctrain.train.hooks import StopReason
-
-    def body(session: Session) -> RankResult:
-        pack(args, session.world.everyone)
-        return RankResult(StopReason.COMPLETED, 0, "")
-
-    return run_rank(body)
-
-
-def pack(args: argparse.Namespace, ranks: Ranks) -> int:
-    """Packs a file. Ranks divide tables among them; other kinds are packed by rank 0. Collective."""
-
+    """Makes a file."""
     there = [one for one in (args.output, *args.sources) if os.path.exists(one)]
     if args.output in there and any(os.path.samefile(args.output, one) for one in there[1:]):
         raise UserError(f"{args.output} is both source and output", "choose another --output")
-    together = kind_of(args.sources, args.kind) in TABLES
-    if together or ranks.rank == 0:
-        group = ranks if together else ALONE
-        with opened_source(args, group) as source:
-            dtypes = parse_dtypes(args.dtype, source)
-            quiet = args.json or ranks.rank > 0
-            with progress_bar("packing", source.length // group.size, "samples", quiet) as advance:
-                write_hdf5(args.output, source, dtypes, args.chunks, args.compression, args.force, advance, group)
-            if ranks.rank == 0:
-                show_packed(args, source, dtypes)
-    ranks.allgather(None, "pack", PATIENCE_S)
+    with opened_source(args) as source:
+        dtypes = parse_dtypes(args.dtype, source)
+        with progress_bar("packing", source.length, "samples", quiet=args.json) as advance:
+            write_hdf5(args.output, source, dtypes, args.chunks, args.compression, args.force, advance)
+        show_packed(args, source, dtypes)
     return ExitCode.DONE
 
 
@@ -152,20 +120,20 @@ def show_packed(args: argparse.Namespace, source: PackSource, dtypes: Mapping[st
 
 
 @contextlib.contextmanager
-def opened_source(args: argparse.Namespace, ranks: Ranks) -> Iterator[PackSource]:
+def opened_source(args: argparse.Namespace) -> Iterator[PackSource]:
     """Opens the data to pack."""
 
     kind = kind_of(args.sources, args.kind)
     of_text = {"context": args.context, "tokenizer": args.tokenizer, "end-of-text": args.end_of_text}
     of_text["text-field"] = args.text_field
-    of_others = {"field": args.field, "columns": args.columns, "filter": args.filter, "size": args.size}
+    of_others = {"field": args.field, "columns": args.columns, "size": args.size}
     wrong = [name for name, value in (of_others if kind == "text" else of_text).items() if value]
     if wrong:
         raise UserError(f"--{wrong[0]} is given for {kind}", f"leave out --{wrong[0]}: it is for other kinds of files")
     if kind != "text":
         columns = parse_fields([*args.field, *(args.columns.split(",") if args.columns else [])])
         size = parse_size(args.size)
-        yield open_source(args.sources, kind, columns, size, args.allow_outside, args.filter, ranks)
+        yield open_source(args.sources, kind, columns, size, args.allow_outside)
         return
     form = TextForm(open_tokenizer(args.tokenizer, args.end_of_text), args.context or 1024, args.text_field or "text")
     prepare(args.output, args.force)  # fail early, before text is tokenized

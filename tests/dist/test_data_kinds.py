@@ -86,11 +86,10 @@ def test_twenty_and_twenty_steps_are_forty_on_two_ranks_and_on_one(tmp_path: Pat
 @pytest.mark.world_size(4)
 def test_data_in_a_store_through_a_kill_and_a_change_of_ranks(tmp_path: Path, store: ObjectStore) -> None:
     kind, folder = "table", tmp_path / "run"
-    environment = {"HPCTRAIN_CACHE": str(tmp_path / "cache"), **store.environment}
     folder.mkdir()
     train(1, "run:24", cwd=tmp_path, kinds=["arrays"])
-    train(4, "run:24", cwd=tmp_path, kinds=[kind], KILLED_AT="13", **environment)
+    train(4, "run:24", cwd=tmp_path, kinds=[kind], KILLED_AT="13", **store.environment)
     before = seen(folder, 4, [kind], steps=8)
-    train(2, "run:24", cwd=tmp_path, kinds=[kind], **environment)
+    train(2, "run:24", cwd=tmp_path, kinds=[kind], **store.environment)
     assert [event["step"] for event in events(folder / f"run-{kind}", "resumed")] == [8]
     assert before[kind] + seen(folder, 2, [kind])[kind] == seen(folder, 1, ["arrays"])["arrays"]

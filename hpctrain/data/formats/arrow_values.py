@@ -53,16 +53,6 @@ def require_exact(fragment: Any, name: str, kind: Any, begin: int) -> None:
         begin += len(batch)
 
 
-def filtered(batch: Any, expression: Any) -> list[Any]:
-    """The rows of a batch that meet a condition, as batches."""
-    import pyarrow
-
-    if expression is None:
-        return [batch]
-    batches: list[Any] = pyarrow.Table.from_batches([batch]).filter(expression).to_batches()
-    return batches
-
-
 def values(column: Any, what: str, begin: int, each: int = 1) -> NDArray[Any]:
     """Convert an Arrow array to NumPy; lists become further axes. Raises UserError for nulls or uneven lists.
 

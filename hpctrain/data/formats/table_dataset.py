@@ -1,11 +1,9 @@
-"""Tables as datasets: parts are decoded whole and cached, on the node's disk if remote, else in memory."""
+"""Tables as datasets: parts are decoded whole and kept in memory, the most recently used ones."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,108 +13,53 @@ from numpy.typing import NDArray
 from hpctrain.data.dataset import Dataset, Field, Samples, check_field, choose, content_fingerprint
 from hpctrain.data.formats.arrow_values import values
 from hpctrain.data.formats.away import patiently
-from hpctrain.data.formats.block_cache import BlockCache, DiskCache
+from hpctrain.data.formats.block_cache import BlockCache
 from hpctrain.data.formats.records import Decode, open_records
-from hpctrain.data.formats.segments import SEGMENT_BYTES, Segments
 from hpctrain.data.formats.tables import Table, TablePart, listed_fingerprint, reading
 from hpctrain.data.samples import grouped
 from hpctrain.errors import UserError
-from hpctrain.system.files import replacement
-
-ALIGNED_BYTES = 64
 
 
 @dataclass(frozen=True)
-class Run:
-    """Consecutive parts of a table that are cached in one segment, column by column."""
+class DecodedPart:
+    """The columns of a part, with the dtypes of the dataset's fields."""
 
-    first: int
-    last: int
-    """Exclusive."""
-    begin: int
-    """Its first row in the table."""
-    rows: int
-    places: Mapping[str, int]
-    """Offset of each column in bytes."""
-    length: int
-    key: str
-    """Identifies the decoded content, so it covers the column types."""
+    columns: Mapping[str, NDArray[Any]]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory in bytes."""
+        return sum(array.nbytes for array in self.columns.values())
 
 
+@dataclass(frozen=True, eq=False)
 class TableDataset:
     """The rows of a table as samples. Create it with ``open_table_dataset``, which checks the table."""
 
-    def __init__(self, table: Table, ends: NDArray[np.int64], fields: Mapping[str, Field], cache: BlockCache) -> None:
-        self.table = table
-        self.ends = ends
-        self.fields = fields
-        self.segments = Segments(cache, DiskCache.of_node() if table.is_remote else None)
-        self.runs: dict[tuple[int, int], Run] = {}
+    table: Table
+    ends: NDArray[np.int64]
+    """Index of the first row after each part."""
+    fields: Mapping[str, Field]
+    cache: BlockCache
 
     def __len__(self) -> int:
         return int(self.ends[-1])
 
     def read(self, indices: NDArray[np.int64]) -> Samples:
-        return self.segments.read(lambda: self._read(indices))
-
-    def _read(self, indices: NDArray[np.int64]) -> Samples:
-        num_bytes = len(self) * sum(field.num_bytes for field in self.fields.values())
-        count = max(1, SEGMENT_BYTES * len(self.ends) // max(1, num_bytes)) if self.segments.disk else 1
-        if len(indices):
-            least, most = self._parts((indices.min(), indices.max())) // count
-            if least == most:
-                return self._within(self._run(int(least), count), indices)
         samples = {name: field.make_rows(len(indices)) for name, field in self.fields.items()}
-        for number, rows in grouped(self._parts(indices) // count):
-            for name, found in self._within(self._run(number, count), indices[rows]).items():
-                samples[name][rows] = found
+        for number, rows in grouped(np.searchsorted(self.ends, indices, side="right")):
+            begin, part = begin_of(self.ends, number), self._part(number)
+            for name, column in part.columns.items():
+                samples[name][rows] = column[indices[rows] - begin]
         return samples
 
-    def _parts(self, indices: Any) -> NDArray[np.int64]:
-        """Numbers of the parts that hold these samples."""
-        found: NDArray[np.int64] = np.searchsorted(self.ends, indices, side="right")
-        return found
+    def _part(self, number: int) -> DecodedPart:
+        key = self.table.parts[number].key, tuple(self.fields)
+        return self.cache.get(key, lambda: self._decoded(number))
 
-    def _begin(self, part: int) -> int:
-        return int(self.ends[part - 1]) if part else 0
-
-    def _run(self, number: int, count: int) -> Run:
-        """Run ``number``, if runs have ``count`` parts each."""
-        if (number, count) not in self.runs:
-            first, last = number * count, min((number + 1) * count, len(self.ends))
-            rows, places, length = int(self.ends[last - 1]) - self._begin(first), {}, 0
-            for name, field in self.fields.items():
-                places[name] = length
-                length += -(-rows * field.num_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
-            types = [(name, str(self.table.schema.field(name).type)) for name in self.fields]
-            key = f"{' '.join(part.key for part in self.table.parts[first:last])} {types}"
-            self.runs[number, count] = Run(first, last, self._begin(first), rows, places, max(1, length), key)
-        return self.runs[number, count]
-
-    def _within(self, run: Run, indices: NDArray[np.int64]) -> Samples:
-        """Read samples of one run."""
-
-        def wanted(marks: NDArray[np.uint8]) -> NDArray[np.int64]:
-            return np.unique(self._parts(indices)) - run.first
-
-        def make(piece: int) -> list[tuple[int, memoryview]]:
-            row = self._begin(run.first + piece) - run.begin
-            arrays = self._decoded(run.first + piece).items()
-            return [
-                (run.places[name] + row * self.fields[name].num_bytes, each.reshape(-1).view(np.uint8).data)
-                for name, each in arrays
-            ]
-
-        segment = self.segments.get(run.key, run.length, run.last - run.first, wanted, make)
-        samples = {}
-        for name, field in self.fields.items():
-            rows = segment.array((run.rows, *field.shape), field.dtype, run.places[name])
-            samples[name] = rows.take(indices - run.begin, axis=0)
-        return samples
-
-    def _decoded(self, number: int) -> dict[str, NDArray[Any]]:
+    def _decoded(self, number: int) -> DecodedPart:
         """Decode the columns of a part; raises UserError if rows or shapes do not match the table."""
-        part, begin = self.table.parts[number], self._begin(number)
+        part, begin = self.table.parts[number], begin_of(self.ends, number)
         rows = int(self.ends[number]) - begin
         arrays = columns_of(self.table, part, tuple(self.fields), begin)
         for name, array in arrays.items():
@@ -129,13 +72,20 @@ class TableDataset:
                     f"{self.fields[name].shape}",
                     "pad them to one length, or give the task a collate, which takes them as they are",
                 )
-        return {name: np.ascontiguousarray(array, self.fields[name].dtype) for name, array in arrays.items()}
+        return DecodedPart(
+            {name: np.array(array, self.fields[name].dtype, order="C") for name, array in arrays.items()}
+        )
 
     def fingerprint(self) -> str:
         """A hash of the file listing for a remote table, else of samples."""
         if not self.table.is_remote:
             return content_fingerprint(self)
         return listed_fingerprint(self, self.table.address, self.table.origin)
+
+
+def begin_of(ends: NDArray[np.int64], part: int) -> int:
+    """Index of a part's first row, given those after each part's last."""
+    return int(ends[part - 1]) if part else 0
 
 
 def columns_of(table: Table, part: TablePart, names: tuple[str, ...], begin: int) -> dict[str, NDArray[Any]]:
@@ -152,7 +102,7 @@ def read_part(table: Table, part: TablePart, names: Sequence[str]) -> Any:
 
     def read() -> Any:
         with reading(part.where, str(table.origin["kind"]), table.is_remote):
-            rows = pyarrow.Table.from_batches(list(part.scan(names, None))).combine_chunks()
+            rows = pyarrow.Table.from_batches(list(part.scan(names))).combine_chunks()
         return pyarrow.RecordBatch.from_arrays([rows.column(name).chunk(0) for name in names], names=list(names))
 
     return patiently(read)
@@ -166,8 +116,7 @@ def open_table_dataset(
     Raises:
         UserError: the table has no rows, or a column cannot be trained on.
     """
-    counts = [patiently(partial(rows_of, part, table)) for part in table.parts]
-    ends = np.cumsum(counts, dtype=np.int64)
+    ends = np.cumsum([table.rows_of(part) for part in table.parts], dtype=np.int64)
     if not len(ends) or not ends[-1]:
         raise UserError(f"{table.address} holds no rows", "give data with at least one sample")
     if decode is not None or ragged:
@@ -195,14 +144,6 @@ def field_of(kind: Any) -> Field | None:
     return None if types.is_nested(kind) else Field((), np.dtype(kind.to_pandas_dtype()))
 
 
-def rows_of(part: TablePart, table: Table) -> int:
-    """Rows of a part, counted if its file does not record them."""
-    if part.rows is not None:
-        return part.rows
-    with reading(table.address, str(table.origin["kind"]), table.is_remote):
-        return sum(len(batch) for batch in part.scan(table.schema.names[:1], None))
-
-
 def check_type(name: str, table: Table) -> None:
     """Raise UserError if a column does not hold numbers, booleans or lists of them."""
     from pyarrow import types
@@ -225,7 +166,6 @@ class TableRows:
 
     def __post_init__(self) -> None:
         self.path: str | Path = self.table.address
-        self.disk = DiskCache.of_node() if self.table.is_remote else None
 
     def __len__(self) -> int:
         return int(self.ends[-1])
@@ -241,42 +181,11 @@ class TableRows:
         return record
 
     def _row(self, row: int) -> dict[str, Any]:
-        index = int(np.searchsorted(self.ends, row, side="right"))
-        part = self.table.parts[index]
-        rows = self.cache.get((part.key, "rows"), lambda: self._rows(part))
-        place = row - (int(self.ends[index - 1]) if index else 0)
-        return {name: plain_value(rows.column(name)[place]) for name in rows.schema.names}
-
-    def _rows(self, part: TablePart) -> Any:
-        made: list[Any] = []
-
-        def write(path: Path) -> None:
-            made.append(read_part(self.table, part, self.table.schema.names))
-            write_rows(path, made[0])
-
-        if self.disk is not None:
-            with contextlib.suppress(UserError, OSError):
-                return self.disk.get(f"{part.key} {self.table.schema}", write, mapped_rows)
-        return made[0] if made else read_part(self.table, part, self.table.schema.names)
-
-
-def write_rows(path: Path, rows: Any) -> None:
-    """Write a record batch to an Arrow file that can be memory-mapped. Raises OSError."""
-    from pyarrow import ipc
-
-    with replacement(path) as temporary, ipc.new_file(str(temporary), rows.schema) as file:
-        file.write_batch(rows)
-
-
-def mapped_rows(path: Path) -> Any:
-    """Map a file of ``write_rows``; raises UserError if it is damaged."""
-    import pyarrow
-    from pyarrow import ipc
-
-    try:
-        return ipc.open_file(pyarrow.memory_map(str(path))).get_batch(0)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"{path} is damaged: {error}", "remove it") from error
+        number = int(np.searchsorted(self.ends, row, side="right"))
+        part, names = self.table.parts[number], self.table.schema.names
+        rows = self.cache.get((part.key, "rows"), lambda: read_part(self.table, part, names))
+        place = row - begin_of(self.ends, number)
+        return {name: plain_value(rows.column(name)[place]) for name in names}
 
 
 def plain_value(scalar: Any) -> Any:

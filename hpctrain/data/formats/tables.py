@@ -34,9 +34,8 @@ ADVICE = {
 }
 """What is wrong with a table, and how to fix it, by a part of Arrow's message."""
 
-Scan = Callable[[Sequence[str], Any], Iterator[Any]]
-"""scan(columns, filter) yields Arrow record batches in order; filter is an Arrow expression over some of these columns,
-or None for all rows."""
+Scan = Callable[[Sequence[str]], Iterator[Any]]
+"""scan(columns) yields Arrow record batches in order."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +74,15 @@ class Table:
         for name in names:
             if name in self.clashes:
                 raise UserError(self.clashes[name], "write all files with one type, or name only other columns")
+
+    def rows_of(self, part: TablePart) -> int:
+        """Rows of a part, counted if its file does not record them."""
+
+        def count() -> int:
+            with reading(self.address, str(self.origin["kind"]), self.is_remote):
+                return sum(len(batch) for batch in part.scan(self.schema.names[:1]))
+
+        return patiently(count) if part.rows is None else part.rows
 
     def record(self, rows: int) -> dict[str, Any]:
         """Origin, number of rows and schema, for the run's record."""
@@ -261,10 +269,8 @@ def scan_of(fragment: Any, schema: Any, file: SeenFile, begin: int) -> Scan:
     """
     import pyarrow
 
-    def scan(columns: Sequence[str], expression: Any) -> Iterator[Any]:
-        scanner = fragment.scanner(
-            schema=schema, columns=list(columns), filter=expression, batch_size=BATCH_ROWS, batch_readahead=2
-        )
+    def scan(columns: Sequence[str]) -> Iterator[Any]:
+        scanner = fragment.scanner(schema=schema, columns=list(columns), batch_size=BATCH_ROWS, batch_readahead=2)
         try:
             yield from scanner.to_batches()
         except (OSError, pyarrow.ArrowException):

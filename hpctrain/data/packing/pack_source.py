@@ -21,18 +21,6 @@ BLOCK_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Consecutive samples of a source that can be read on their own."""
-
-    key: str
-    """Identifies the input and how samples are made from it; changes if either does."""
-    length: int
-    """Number of samples, at least 1."""
-    blocks: Callable[[], Iterator[Samples]]
-    """Starts to read, like ``PackSource.blocks``."""
-
-
-@dataclass(frozen=True)
 class PackSource:
     """Samples of known number and layout, read once in order."""
 
@@ -44,8 +32,6 @@ class PackSource:
     """Starts to read: yields blocks of samples in order, ``length`` samples in total."""
     notes: Mapping[str, Any] = field(default_factory=dict)
     """Notes to store in the file, such as class names; JSON values."""
-    pieces: Sequence[Piece] = ()
-    """The samples as pieces in order, if pieces can be read independently; else empty."""
     ordered: bool = True
     """See ``dataset.is_ordered``; a packed file records the order of its arrays only then."""
 
@@ -90,8 +76,7 @@ def join(sources: Sequence[PackSource], names: Sequence[str]) -> PackSource:
     notes = dict(first.notes)
     if "sources" in notes:
         notes["sources"] = [each for source in sources for each in source.notes["sources"]]
-    pieces = [piece for source in sources for piece in source.pieces] if all(each.pieces for each in sources) else []
-    return PackSource(first.fields, sum(source.length for source in sources), blocks, notes, pieces, first.ordered)
+    return PackSource(first.fields, sum(source.length for source in sources), blocks, notes, first.ordered)
 
 
 Columns = Mapping[str, tuple[str, ...]]

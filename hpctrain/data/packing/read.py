@@ -10,7 +10,6 @@ from hpctrain.config.values import refuse_credentials
 from hpctrain.data.formats.hdf5_files import look_at
 from hpctrain.data.formats.tables import open_table
 from hpctrain.data.packing.pack_source import Columns, PackSource, from_dataset, join, only_names
-from hpctrain.data.packing.resumable_file import ALONE, Ranks
 from hpctrain.data.packing.text import SUFFIXES
 from hpctrain.errors import UserError
 
@@ -37,8 +36,6 @@ def open_source(
     columns: Columns | None = None,
     size: tuple[int, int] | None = None,
     outside: Sequence[str] = (),
-    conditions: Sequence[str] = (),
-    ranks: Ranks = ALONE,
 ) -> PackSource:
     """The samples of the files, concatenated; each .npy file provides one array instead.
 
@@ -48,8 +45,6 @@ def open_source(
         columns: for tables, the columns of each array; for archives, the arrays to use.
         size: (height, width) to which images are scaled.
         outside: further folders to which links in HDF5 files may lead.
-        conditions: conditions that rows of tables must meet.
-        ranks: the ranks that make this call together; see ``write_hdf5``.
 
     Raises:
         UserError: a file is missing, of unknown kind, damaged, or does not match the others.
@@ -59,8 +54,6 @@ def open_source(
         raise UserError(f"arrays are chosen for {kind}", "leave out --field: it is for tables and archives")
     if size and kind != "images":
         raise UserError(f"a size is given for {kind}", "leave out --size: it is for images")
-    if conditions and kind not in TABLES:
-        raise UserError(f"a filter is given for {kind}", "leave out --filter: it is for tables")
     paths = [Path(source) for source in sources if "://" not in source]
     for path in paths:
         if not path.exists():
@@ -70,7 +63,7 @@ def open_source(
     if kind in TABLES:
         from hpctrain.data.packing.table import from_table
 
-        return join([from_table(open_table(each, kind), columns, conditions, ranks) for each in sources], sources)
+        return join([from_table(open_table(each, kind), columns) for each in sources], sources)
     if kind == "images":
         from hpctrain.data.packing.images import from_images
 

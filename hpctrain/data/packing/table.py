@@ -1,35 +1,29 @@
-"""Tables as sources: selects columns for arrays and filters rows by conditions."""
+"""Tables as sources: columns of numbers, or lists of them, for arrays."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import operator
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from hpctrain.data.dataset import Samples, check_field
-from hpctrain.data.formats.arrow_values import filtered, values
+from hpctrain.data.formats.arrow_values import values
 from hpctrain.data.formats.away import patient
-from hpctrain.data.formats.tables import Table, TablePart, not_utf8, reading, shortened
-from hpctrain.data.packing.pack_source import Columns, PackSource, Piece, assign, gather
-from hpctrain.data.packing.resumable_file import ALONE, PATIENCE_S, Ranks
+from hpctrain.data.formats.tables import Table, TablePart, not_utf8, reading
+from hpctrain.data.packing.pack_source import Columns, PackSource, assign, gather
 from hpctrain.errors import UserError
 
 
-def typed(table: Table, columns: Sequence[str], trained: Sequence[str]) -> Table:
-    """Infer the types of these columns of a CSV table; columns outside ``trained`` may be text.
+def typed(table: Table, columns: Sequence[str]) -> Table:
+    """Infer the types of these columns of a CSV table.
 
     All files are read once to infer types and count rows, and again in each scan.
 
     Raises:
-        UserError: there is no header line, text is not UTF-8, or a value in a ``trained`` column is not a number.
+        UserError: there is no header line, text is not UTF-8, or a value is not a number.
     """
     import pyarrow
 
@@ -37,34 +31,31 @@ def typed(table: Table, columns: Sequence[str], trained: Sequence[str]) -> Table
     if all(is_number(name) for name in names):
         raise UserError(f"{table.address} has no header line", "add a first line with the names of the columns")
     types = dict.fromkeys(columns, pyarrow.int64())
+
+    def numbers_in(part: TablePart, wanted: Sequence[str]) -> Iterator[dict[str, Any]]:
+        begin = 0
+        for batch in part.scan([names[name] for name in wanted]):
+            yield {name: numbers(batch.column(names[name]), types[name], part, name, begin) for name in wanted}
+            begin += len(batch)
+
+    def typed_part(part: TablePart, rows: int) -> TablePart:
+        def scan(wanted: Sequence[str]) -> Iterator[Any]:
+            return map(pyarrow.RecordBatch.from_pydict, numbers_in(part, wanted))
+
+        return replace(part, rows=rows, scan=scan)
+
     counts = []
     for part in table.parts:
         counts.append(0)
-        for batch in part.scan([names[name] for name in types], None):
-            for name in types:
-                texts = batch.column(names[name])
-                types[name] = numbers(texts, types[name], part, name, counts[-1], name not in trained).type
-            counts[-1] += len(batch)
-
-    def typed_part(part: TablePart, rows: int) -> TablePart:
-        def scan(wanted: Sequence[str], expression: Any) -> Iterator[Any]:
-            begin = 0
-            for batch in part.scan([names[name] for name in wanted], None):
-                made = {
-                    name: numbers(batch.column(names[name]), types[name], part, name, begin, name not in trained)
-                    for name in wanted
-                }
-                begin += len(batch)
-                yield from filtered(pyarrow.RecordBatch.from_pydict(made), expression)
-
-        return TablePart(part.where, part.key, rows, scan)
-
+        for found in numbers_in(part, columns):
+            types |= {name: array.type for name, array in found.items()}
+            counts[-1] += len(found[columns[0]])
     parts = [typed_part(part, rows) for part, rows in zip(table.parts, counts, strict=True)]
     return replace(table, schema=pyarrow.schema(list(types.items())), parts=parts)
 
 
-def numbers(texts: Any, kind: Any, part: TablePart, name: str, begin: int, or_text: bool) -> Any:
-    """Parse texts as an Arrow array of type ``kind``, or of float64 or (if ``or_text``) text if they do not fit.
+def numbers(texts: Any, kind: Any, part: TablePart, name: str, begin: int) -> Any:
+    """Parse texts as an Arrow array of type ``kind``, int64 or float64, or of float64 if they do not fit.
 
     Raises:
         UserError: a text is not a number, or not UTF-8.
@@ -76,8 +67,6 @@ def numbers(texts: Any, kind: Any, part: TablePart, name: str, begin: int, or_te
         trimmed = compute.utf8_trim_whitespace(texts.cast(pyarrow.string()))
     except pyarrow.ArrowInvalid as error:
         raise not_utf8(part.where) from error
-    if pyarrow.types.is_string(kind):
-        return trimmed
     with contextlib.suppress(pyarrow.ArrowInvalid):
         floats = trimmed.cast(pyarrow.float64())
         if pyarrow.types.is_floating(kind):
@@ -88,8 +77,6 @@ def numbers(texts: Any, kind: Any, part: TablePart, name: str, begin: int, or_te
             return pyarrow.array(np.array(trimmed.to_pylist(), np.int64))
         except (ValueError, OverflowError):
             return floats
-    if or_text:
-        return trimmed
     row, text = next((row, text) for row, text in enumerate(trimmed.to_pylist()) if not is_number(text))
     fix = "fill in or leave out such rows, or choose columns with --field"
     raise UserError(f"{part.where}: column {name!r} has {text!r} in row {begin + row}, which is not a number", fix)
@@ -106,115 +93,41 @@ def is_number(text: str) -> bool:
     return True
 
 
-CONDITION = re.compile(r"\s*(.+?)\s*(==|!=|<=|>=|=|<|>|\sin\s)\s*(.*?)\s*")
-COMPARE = {
-    "==": operator.eq,
-    "=": operator.eq,
-    "!=": operator.ne,
-    "<=": operator.le,
-    ">=": operator.ge,
-    "<": operator.lt,
-    ">": operator.gt,
-}
-
-
-def from_table(
-    table: Table, wanted: Columns | None, conditions: Sequence[str] = (), ranks: Ranks = ALONE
-) -> PackSource:
+def from_table(table: Table, wanted: Columns | None) -> PackSource:
     """A source of a table's columns: numbers, booleans, and (nested) lists of them of equal length in all rows.
 
     Args:
         table: a result of ``open_table``.
         wanted: the columns of each array, by default one array per column.
-        conditions: conditions such as ``age >= 30``; rows must meet all of them.
-        ranks: the ranks that make this call together and count rows in parallel.
 
     Raises:
-        UserError: a column is missing or cannot be trained on, a condition cannot be understood, or no row is left.
+        UserError: a column is missing or cannot be trained on, or there are no rows.
     """
     kind = str(table.origin["kind"])
     assigned = assign(wanted, [name.strip() for name in table.schema.names], table.address)
     needed = list(dict.fromkeys(column for columns in assigned.values() for column in columns))
-    asked = [parsed(condition, table) for condition in conditions]
-    compared = list(dict.fromkeys(column for column, _, _ in asked))
-    scanned = list(dict.fromkeys([*needed, *compared]))
     table.require(needed)
-    with reading(table.address, kind, table.is_remote):
-        if kind == "csv":
-            table = typed(table, scanned, needed)
-        chosen = [expression(*each, table) for each in asked]
-        keep = chosen[0] if chosen else None
-        for each in chosen[1:]:
-            keep &= each
+    if kind == "csv":
+        with reading(table.address, kind, table.is_remote):
+            table = typed(table, needed)
+    length = sum(table.rows_of(part) for part in table.parts)
 
-        def count(part: TablePart) -> int:
-            if part.rows is not None and keep is None:
-                return part.rows
-            return sum(len(batch) for batch in scan(part, compared or scanned[:1]))
-
-        def scan(part: TablePart, columns: Sequence[str]) -> Iterator[Any]:
-            def begin() -> Iterator[Any]:
-                with reading(table.address, kind, table.is_remote):
-                    yield from part.scan(columns, keep)
-
-            return patient(begin)
-
-        mine = [count(part) for part in table.parts[ranks.rank :: ranks.size]]
-    gathered = ranks.allgather(mine, "count the rows of the table", PATIENCE_S)
-    counts = [gathered[index % ranks.size][index // ranks.size] for index in range(len(table.parts))]
-
-    def read(part: TablePart, begin: int) -> Iterator[Samples]:
-        for batch in scan(part, scanned):
-            if not len(batch):
-                continue
-            columns = {name: values(batch.column(name), f"{part.where}: column {name!r}", begin) for name in needed}
-            yield gather(assigned, columns, begin)
-            begin += len(batch)
-
-    begins = [0, *accumulate(counts)]
-    made = hashlib.sha256(f"{assigned} {conditions} {table.schema}".encode()).hexdigest()
-    pieces = [
-        Piece(f"{part.key} {made}", rows, partial(read, part, begin))
-        for part, rows, begin in zip(table.parts, counts, begins, strict=False)
-        if rows
-    ]
+    def batches(part: TablePart) -> Iterator[Any]:
+        with reading(table.address, kind, table.is_remote):
+            yield from part.scan(needed)
 
     def blocks() -> Iterator[Samples]:
-        for piece in pieces:
-            yield from piece.blocks()
+        begin = 0
+        for part in table.parts:
+            for batch in patient(lambda part=part: batches(part)):  # type: ignore[misc]
+                where = f"{part.where}: column"
+                columns = {name: values(batch.column(name), f"{where} {name!r}", begin) for name in needed}
+                if len(batch):
+                    yield gather(assigned, columns, begin)
+                begin += len(batch)
 
     first = next(blocks(), None)
     if first is None:
-        fix = "give data with at least one sample"
-        raise UserError(f"{table.address} holds no rows{' that meet the conditions' if conditions else ''}", fix)
+        raise UserError(f"{table.address} holds no rows", "give data with at least one sample")
     fields = {name: check_field(name, array.shape, array.dtype, table.address) for name, array in first.items()}
-    origin = {**table.record(begins[-1]), **({"filter": list(conditions)} if conditions else {})}
-    return PackSource(fields, begins[-1], blocks, {"sources": [origin]}, pieces)
-
-
-def parsed(condition: str, table: Table) -> tuple[str, str, str]:
-    """Parse a condition into column, operator and value."""
-    match = CONDITION.fullmatch(condition)
-    if not match:
-        fix = "write column, operator and value, such as --filter 'age >= 30'"
-        raise UserError(f"--filter {condition!r} is not a condition", fix)
-    if match[1] not in [name.strip() for name in table.schema.names]:
-        fix = f"it has {', '.join(table.schema.names)}: name one of them"
-        raise UserError(f"--filter {condition!r}: {table.address} has no column {match[1]!r}", fix)
-    return match[1], match[2].strip(), match[3].strip("'\"")
-
-
-def expression(column: str, operation: str, value: str, table: Table) -> Any:
-    """The condition as an Arrow expression, with its value cast to the column's type."""
-    import pyarrow
-    from pyarrow import compute
-
-    kind = table.schema.field(column).type
-    try:
-        if operation == "in":
-            each = [text.strip(" '\"") for text in value.split(",")]
-            return compute.field(column).isin(pyarrow.array(each, pyarrow.string()).cast(kind))
-        return COMPARE[operation](compute.field(column), pyarrow.scalar(value).cast(kind))
-    except pyarrow.ArrowException as error:
-        what = f"--filter compares column {column!r}, which holds {kind}, with {value!r}: {shortened(error)}"
-        raise UserError(what, "give a value of the column's type") from error
+    return PackSource(fields, length, blocks, {"sources": [table.record(length)]})

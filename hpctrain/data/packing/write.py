@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,7 @@ import numpy as np
 
 from hpctrain.data.casting import fit
 from hpctrain.data.dataset import Field, Samples
-from hpctrain.data.packing.pack_source import NOTES, PackSource, Piece
-from hpctrain.data.packing.resumable_file import ALONE, PATIENCE_S, Ranks, growing
+from hpctrain.data.packing.pack_source import NOTES, PackSource
 from hpctrain.errors import UserError, file_errors
 from hpctrain.system.files import replacement
 
@@ -35,12 +32,8 @@ def write_hdf5(
     compression: str | None = None,
     overwrite: bool = False,
     on_progress: Callable[[int], None] = lambda samples: None,
-    ranks: Ranks = ALONE,
 ) -> None:
     """Write all samples to a temporary file next to ``path``, which is synced and renamed at the end.
-
-    Contiguous arrays of tables are written by all ranks. If such a call is killed, the next call with the same tables
-    and arguments resumes from what was written.
 
     Args:
         path: the file to create.
@@ -50,7 +43,6 @@ def write_hdf5(
         compression: gzip or lzf; implies chunks.
         overwrite: replace an existing file.
         on_progress: called with the number of samples written since the last call.
-        ranks: the ranks that make this call together, such as a ``Group``; ``path`` must be on a shared file system.
 
     Raises:
         UserError: the file exists, the disk has too little space, or a value does not fit its dtype.
@@ -59,22 +51,15 @@ def write_hdf5(
     fields = {name: Field(field.shape, (dtypes or {}).get(name, field.dtype)) for name, field in source.fields.items()}
     check_names(fields)
     prepare(path, overwrite)
-    ranks.allgather(None, "look for the file", PATIENCE_S)  # all ranks must look before one of them creates the file
     with making(path):
-        if source.pieces and compression is None and chunk_samples is None:
-            write_pieces(path, source, fields, on_progress, ranks)
-        elif ranks.rank == 0:
-            if compression is None:
-                check_space(path.parent, source.length * sum(field.num_bytes for field in fields.values()))
-            with replacement(path) as temporary:
-                if compression is None and chunk_samples is None:
-                    # HDF5 creates and closes the file, then samples are written to it directly, so a full disk raises a
-                    # plain OSError.
-                    with PatientFile(temporary, "w+b") as raw:
-                        write_samples(raw, source, 0, fields, lay_out(raw, source, fields), on_progress)
-                else:
-                    write_chunked(temporary, source, fields, chunk_samples, compression, on_progress)
-    ranks.allgather(None, "write the file", PATIENCE_S)
+        if compression is None:
+            check_space(path.parent, source.length * sum(field.num_bytes for field in fields.values()))
+        with replacement(path) as temporary, PatientFile(temporary, "w+b") as raw:
+            if compression is None and chunk_samples is None:
+                write_contiguous(raw, source, fields, on_progress)
+            else:
+                write_chunked(raw, source, fields, chunk_samples, compression, on_progress)
+            raw.check()
 
 
 def prepare(path: Path, overwrite: bool) -> None:
@@ -90,65 +75,32 @@ def making(path: Path) -> contextlib.AbstractContextManager[None]:
     return file_errors(f"{path} cannot be written", "make room, or write elsewhere")
 
 
-def lay_out(raw: PatientFile, source: PackSource, fields: Mapping[str, Field]) -> dict[str, int]:
-    """Create the file without its samples; returns the offset of each array in bytes."""
+def write_contiguous(
+    raw: PatientFile, source: PackSource, fields: Mapping[str, Field], on_progress: Callable[[int], None]
+) -> None:
+    """Write contiguous arrays.
+
+    HDF5 creates and closes the file, then samples are written to it directly, so a full disk raises a plain OSError.
+    """
     early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     early.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    with new_file(raw, source.ordered) as file:
-        file.attrs[NOTES] = json.dumps(source.notes)
-        return {
-            name: file.create_dataset(name, (source.length, *field.shape), field.dtype, dcpl=early).id.get_offset() or 0
+    with new_file(raw, source) as file:
+        arrays = {
+            name: file.create_dataset(name, (source.length, *field.shape), field.dtype, dcpl=early)
             for name, field in fields.items()
         }
-
-
-def write_samples(
-    raw: PatientFile,
-    source: PackSource | Piece,
-    begin: int,
-    fields: Mapping[str, Field],
-    offsets: Mapping[str, int],
-    on_progress: Callable[[int], None],
-) -> None:
-    """Write the samples of a source or piece to the file, starting at sample ``begin``."""
-    for row, block in checked_blocks(source, fields, begin):
+        offsets = {name: array.id.get_offset() or 0 for name, array in arrays.items()}
+    for begin, block in checked_blocks(source, fields):
         for name, values in block.items():
-            raw.seek(offsets[name] + row * fields[name].num_bytes)
+            raw.seek(offsets[name] + begin * fields[name].num_bytes)
             raw.write(values.reshape(-1).view(np.uint8))
         raw.check()
         on_progress(len(values))
 
 
-def write_pieces(
-    path: Path, source: PackSource, fields: Mapping[str, Field], on_progress: Callable[[int], None], ranks: Ranks
-) -> None:
-    """Write the pieces that no earlier call has written, split among the ranks."""
-    described = [{name: [field.shape, field.dtype.str] for name, field in fields.items()}, source.notes]
-    identity = json.dumps([*described, [[piece.key, piece.length] for piece in source.pieces]])
-    begins = [0, *accumulate(piece.length for piece in source.pieces)]
-
-    def make(temporary: Path) -> dict[str, int]:
-        check_space(path.parent, source.length * sum(field.num_bytes for field in fields.values()))
-        with PatientFile(temporary, "w+b") as raw:
-            offsets = lay_out(raw, source, fields)
-            raw.check()
-        return offsets
-
-    with growing(path, identity, len(source.pieces), make, ranks) as file, for_pieces(file.path) as raw:
-        on_progress(sum(source.pieces[index].length for index in file.done))
-        for index in file.mine:
-            write_samples(raw, source.pieces[index], begins[index], fields, file.layout, on_progress)
-            file.finish(index)
-
-
-def for_pieces(path: Path) -> PatientFile:
-    """Open an existing file write-only: otherwise NFS reads pages shared by ranks and writes them back whole."""
-    return PatientFile(path, "wb", opener=lambda name, flags: os.open(name, flags & ~(os.O_TRUNC | os.O_CREAT)))
-
-
 def write_chunked(
-    temporary: Path,
+    raw: PatientFile,
     source: PackSource,
     fields: Mapping[str, Field],
     chunk_samples: int | None,
@@ -156,40 +108,41 @@ def write_chunked(
     on_progress: Callable[[int], None],
 ) -> None:
     """Write chunks of whole samples. The chunk cache holds incomplete chunks, so each is compressed once."""
-    with PatientFile(temporary, "w+b") as raw:
-        with new_file(raw, source.ordered) as file:
-            file.attrs[NOTES] = json.dumps(source.notes)
-            for name, field in fields.items():
-                rows = min(source.length, chunk_samples or max(1, CHUNK_BYTES // max(1, field.num_bytes)))
-                file.create_dataset(
-                    name,
-                    (source.length, *field.shape),
-                    field.dtype,
-                    chunks=(rows, *field.shape),
-                    compression=compression,
-                    shuffle=compression is not None,
-                    rdcc_nbytes=2 * rows * field.num_bytes,
-                )
-            for begin, block in checked_blocks(source, fields, 0):
-                for name, values in block.items():
-                    file[name][begin : begin + len(values)] = values
-                raw.check()
-                on_progress(len(values))
-        raw.check()
+    with new_file(raw, source) as file:
+        for name, field in fields.items():
+            rows = min(source.length, chunk_samples or max(1, CHUNK_BYTES // max(1, field.num_bytes)))
+            file.create_dataset(
+                name,
+                (source.length, *field.shape),
+                field.dtype,
+                chunks=(rows, *field.shape),
+                compression=compression,
+                shuffle=compression is not None,
+                rdcc_nbytes=2 * rows * field.num_bytes,
+            )
+        for begin, block in checked_blocks(source, fields):
+            for name, values in block.items():
+                file[name][begin : begin + len(values)] = values
+            raw.check()
+            on_progress(len(values))
 
 
-def new_file(raw: io.FileIO, ordered: bool) -> h5py.File:
-    """Create an HDF5 file that aligns datasets to pages, stores no timestamps, and keeps their order if ``ordered``."""
+def new_file(raw: io.FileIO, source: PackSource) -> h5py.File:
+    """Create an HDF5 file with the source's notes that aligns datasets to pages and stores no timestamps.
+
+    It keeps the order of the arrays if the source has one."""
     order = h5py.h5p.CRT_ORDER_TRACKED | h5py.h5p.CRT_ORDER_INDEXED
     creation = h5py.h5p.create(h5py.h5p.FILE_CREATE)
-    creation.set_link_creation_order(order if ordered else 0)
+    creation.set_link_creation_order(order if source.ordered else 0)
     creation.set_attr_creation_order(order)
     creation.set_obj_track_times(False)
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
     access.set_fileobj_driver(h5py.h5fd.fileobj_driver, raw)
     access.set_alignment(PAGE, PAGE)
-    return h5py.File(h5py.h5f.create(b"packed", h5py.h5f.ACC_TRUNC, creation, access))
+    file = h5py.File(h5py.h5f.create(b"packed", h5py.h5f.ACC_TRUNC, creation, access))
+    file.attrs[NOTES] = json.dumps(source.notes)
+    return file
 
 
 class PatientFile(io.FileIO):
@@ -224,15 +177,13 @@ class PatientFile(io.FileIO):
             raise self.failure
 
 
-def checked_blocks(
-    source: PackSource | Piece, fields: Mapping[str, Field], begin: int
-) -> Iterator[tuple[int, Samples]]:
-    """The source's blocks, cast to the dtypes to write, each with the index of its first sample, from ``begin`` on.
+def checked_blocks(source: PackSource, fields: Mapping[str, Field]) -> Iterator[tuple[int, Samples]]:
+    """The source's blocks, cast to the dtypes to write, each with the index of its first sample.
 
     Raises:
         UserError: a block differs in shape, a value does not fit, or the number of samples is wrong.
     """
-    first = begin
+    begin = 0
     for block in source.blocks():
         for name, field in fields.items():
             if block[name].shape[1:] != field.shape:
@@ -240,15 +191,12 @@ def checked_blocks(
                 raise UserError(what, "pad all samples to one shape")
         made = {name: fit(name, block[name], field.dtype, begin) for name, field in fields.items()}
         end = begin + len(next(iter(made.values())))
-        if end > first + source.length:
-            break
-        yield begin, made
+        if end <= source.length:
+            yield begin, made
         begin = end
-    else:
-        end = begin
-    if end != first + source.length:
+    if begin != source.length:
         fix = "do not change it while it is packed"
-        raise UserError(f"the source gave {end - first} samples in place of {source.length}", fix)
+        raise UserError(f"the source gave {begin} samples in place of {source.length}", fix)
 
 
 def check_names(names: Collection[str]) -> None:

@@ -144,17 +144,6 @@ class TestCsv:
         assert read("b.h5")["a"].tolist() == [1, 2**63 - 1] and read("b.h5")["a"].dtype == np.int64
         assert read("b.h5")["b"].tolist() == [1000.0, -np.inf]
 
-    def test_filters_compare_numbers_and_text(self) -> None:
-        Path("b.csv").write_text("split,a\ntrain,1\ntest,2\ntrain,10\ntrain,9\n")
-        pack("b.csv", "-o", "b.h5", "--columns", "a", "--filter", "split == train", "--filter", "a>1")
-        assert read("b.h5")["a"].tolist() == [10, 9]
-
-    @pytest.mark.parametrize("column", ["a", "b", "c"])
-    def test_a_filter_may_name_any_column(self, column: str) -> None:
-        Path("b.csv").write_text("a,b,c\n" + "".join(f"{i},{i},{i}\n" for i in range(9)))
-        pack("b.csv", "-o", "b.h5", "--filter", f"{column} >= 4", "--filter", "b<7")
-        assert [values.tolist() for values in read("b.h5").values()] == [[4, 5, 6]] * 3
-
     @pytest.mark.parametrize("name", ["b.tsv", "b.TSV"])
     def test_tabs(self, name: str) -> None:
         Path(name).write_text("a\tb\n1\t2\n")
@@ -318,34 +307,17 @@ class TestFolders:
         assert list(samples) == ["half", "y"] and samples["y"].dtype == np.int64
         assert np.array_equal(samples["y"], Y) and np.array_equal(samples["half"], Y / 2)
 
-    def test_rows_that_meet_conditions(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self.save("parquet")
-        words = ["table", "--kind", "parquet", "-o", "a.h5", "--columns", "y"]
-        pack(*words, "--filter", "day in 0, 3", "--filter", "half < 130.5", "--filter", "y != 7")
-        assert read("a.h5")["y"].tolist() == [y for y in [*range(100), *range(250, 261)] if y != 7]
-        words += ["--force", "--filter"]
-        assert main(["data", "pack", *words, "y > 300"]) == 64
-        assert "holds no rows that meet the conditions" in capsys.readouterr().err
-        for condition, what in [
-            ("y", "is not a condition"),
-            ("z > 3", "has no column 'z'"),
-            ("y > many", "'y', which holds int64, with 'many'"),
-        ]:
-            assert main(["data", "pack", *words, condition]) == 64
-            assert what in capsys.readouterr().err
-
     def test_what_was_read_stands_in_the_file(self) -> None:
         self.save("parquet")
-        pack("table", "--kind", "parquet", "-o", "a.h5", "--filter", "y >= 10")
+        pack("table", "--kind", "parquet", "-o", "a.h5")
         (source,) = packed_notes("a.h5")["sources"]
         checksum = source.pop("files_sha256")
         assert source == {
             "kind": "parquet",
             "uri": "table",
             "files": 4,
-            "rows": 290,
+            "rows": 300,
             "schema": {"y": "int64", "half": "double", "day": "int32"},
-            "filter": ["y >= 10"],
         }
         Path("table").rename("moved")
         pack("moved", "--kind", "parquet", "-o", "b.h5", "--columns", "y")
