@@ -44,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ranks", type=int, default=2, help="ranks on this machine (default: 2)")
     parser.add_argument("--epochs", type=int, default=3, help="the first of which is cold (default: 3)")
-    parser.add_argument("--folder", default=tempfile.gettempdir(), help="folder of the packed file, and of caches of other libraries")
+    parser.add_argument(
+        "--folder", default=tempfile.gettempdir(), help="folder of the packed file, and of caches of other libraries"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

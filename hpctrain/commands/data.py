@@ -67,25 +67,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--chunks", type=positive, metavar="N", help="store in chunks of N samples; by default contiguous")
     add("--compression", choices=["gzip", "lzf"], help="compress chunks: smaller, and many times slower to read")
     add("--force", action="store_true", help="replace OUT.h5 if it exists")
-    add_outside(pack)
     add("--json", action="store_true", help="print what was made as JSON")
     info = actions.add_parser("info", help="what a dataset holds, and how fast it reads")
     info.add_argument("file", metavar="FILE", help="an HDF5 file, or a quoted pattern of several")
     info.add_argument("--seconds", type=float, default=1.0, help="seconds per measurement (default 1)")
     info.add_argument("--kind", choices=["netcdf"], help="decode arrays by netCDF attributes; default for .nc")
-    add_outside(info)
     info.add_argument("--json", action="store_true", help="print JSON")
-
-
-def add_outside(parser: argparse.ArgumentParser) -> None:
-    """Adds the option of both commands for further folders that HDF5 files may refer to."""
-    parser.add_argument(
-        "--allow-outside",
-        action="append",
-        default=[],
-        metavar="FOLDER",
-        help="let links in HDF5 files lead to this folder, too; by default only to that of the file",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -133,7 +120,7 @@ def opened_source(args: argparse.Namespace) -> Iterator[PackSource]:
     if kind != "text":
         columns = parse_fields([*args.field, *(args.columns.split(",") if args.columns else [])])
         size = parse_size(args.size)
-        yield open_source(args.sources, kind, columns, size, args.allow_outside)
+        yield open_source(args.sources, kind, columns, size)
         return
     form = TextForm(open_tokenizer(args.tokenizer, args.end_of_text), args.context or 1024, args.text_field or "text")
     prepare(args.output, args.force)  # fail early, before text is tokenized
@@ -150,7 +137,7 @@ def run_info(args: argparse.Namespace) -> int:
     """Shows what a dataset holds."""
     from hpctrain.data.info import describe
 
-    about = describe(args.file, args.seconds, args.allow_outside, args.kind)
+    about = describe(args.file, args.seconds, args.kind)
     if args.json:
         foreign_text.show(json.dumps(about))
     else:

@@ -79,7 +79,7 @@ def evaluate(args: argparse.Namespace, session: Session) -> RankResult:
     with load_trained(args, session) as (config, framework, problem, step):
         if args.data:
             with session.phase("open the data to evaluate over"):
-                dataset = open_given(args.data, config, problem)
+                dataset = open_given(args.data, problem)
             if missing := [name for name in problem.train.fields if name not in dataset.fields]:
                 fix = "loss and metrics may need all arrays of the training data; hpctrain predict needs fewer"
                 raise UserError(f"{args.data} has no {', '.join(missing)}", fix)
@@ -108,7 +108,7 @@ def predict(args: argparse.Namespace, session: Session) -> RankResult:
         with session.phase("open the data to predict over"):
             dataset = next(iter(problem.validation.values()), None)
             if args.data:
-                dataset = open_given(args.data, config, problem)
+                dataset = open_given(args.data, problem)
             if dataset is None:
                 raise UserError(f"task {config.task} has no validation data", "name a data set with --data FILE")
         data = make_validation(problem, session.world, dataset, framework.host.place)
@@ -120,14 +120,14 @@ def predict(args: argparse.Namespace, session: Session) -> RankResult:
         return RankResult(StopReason.COMPLETED, step)
 
 
-def open_given(source: str, config: Config, problem: Problem) -> Dataset:
+def open_given(source: str, problem: Problem) -> Dataset:
     """Opens the data of ``--data``, with those of the training data's arrays that it has. Raises UserError."""
     from hpctrain.data.formats.sources import decode_of, open_dataset
 
-    how = {"allow_outside": config.data.allow_outside, "decode": decode_of(problem.train)}
-    dataset = open_dataset(source, **how)
+    decode = decode_of(problem.train)
+    dataset = open_dataset(source, decode=decode)
     shared = [name for name in problem.train.fields if name in dataset.fields]
-    return open_dataset(source, shared, **how) if shared else dataset
+    return open_dataset(source, shared, decode=decode) if shared else dataset
 
 
 @contextmanager

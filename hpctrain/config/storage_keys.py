@@ -28,8 +28,6 @@ class DataConfig(Section, key="data"):
     """Batches that each rank prepares in advance; 0 reads within the step."""
     workers: Natural = 0
     """Worker processes for heavy transforms; 0 uses one thread."""
-    allow_outside: tuple[str, ...] = ()
-    """Folders that links in HDF5 files may lead to, in addition to the data's."""
 
 
 @dataclass(frozen=True)

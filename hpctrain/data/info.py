@@ -22,17 +22,16 @@ from hpctrain.data.packing.read import KINDS, decode_for
 BATCH = 256
 
 
-def describe(source: str, seconds: float, outside: Sequence[str] = (), kind: str | None = None) -> dict[str, Any]:
+def describe(source: str, seconds: float, kind: str | None = None) -> dict[str, Any]:
     """Facts about a dataset in files, as JSON values.
 
     Args:
         source: a path or a pattern.
         seconds: maximum duration of each speed measurement, which reads each sample at most once.
-        outside: further folders to which links in the files may lead.
         kind: ``netcdf`` to decode arrays; by default taken from the suffix.
     """
     kind = kind or KINDS.get(Path(source).suffix.lower())
-    dataset = open_dataset(source, allow_outside=outside, decode=decode_for(kind))
+    dataset = open_dataset(source, decode=decode_for(kind))
     files = dataset.parts if isinstance(dataset, ConcatDataset) else [dataset]
     layouts = {name: layout(files, name) for name in dataset.fields}
     sample_bytes = sum(field.num_bytes for field in dataset.fields.values())

@@ -62,7 +62,7 @@ def refer_to_dataset(dataset: Dataset, memory: AnonymousMemory) -> Reference:
         how |= {"ragged": first.ragged, "decode": first.decode}
         return {"files": [str(part.records.path) for part in parts], "how": sendable(how)}
     if isinstance(first, Hdf5Dataset):
-        how |= {"cache_bytes": first.cache.limit_bytes, "allow_outside": first.outside, "decode": first.decode}
+        how |= {"cache_bytes": first.cache.limit_bytes, "decode": first.decode}
         return {"files": [str(part.path) for part in parts], "how": how}
     source = getattr(dataset, "source", dataset)  # the torch Dataset, not the wrapper
     describer = Describer(functools.partial(refer_to_function, what="a part of the data"))

@@ -150,7 +150,7 @@ def make_problem(config: Config, world: World, verbose: bool = False) -> Problem
     if config.parallel.tensor > 1 and isinstance(task, TorchTask) and not task.tensor:
         task = dataclasses.replace(task, tensor=cuts_of(task.model))
     order: Order | StreamOrder
-    train = open_training_data(task, data.allow_outside)
+    train = open_training_data(task)
     if isinstance(train, Stream):
         order = StreamOrder(batch, data.drop_last)
     else:
@@ -166,7 +166,7 @@ def make_problem(config: Config, world: World, verbose: bool = False) -> Problem
     task, recipe = with_input(task, train, config.seed)
     refuse(config.features() | task_features(config.task, task, order, world.data.size))
     sets = validation_sets(task)
-    validation = {name: open_validation(task, name, given, data.allow_outside) for name, given in sets.items()}
+    validation = {name: open_validation(task, name, given) for name, given in sets.items()}
     task = with_weights(task, config.train.precision, train, recipe)
     loading = Loading(
         recipe,
@@ -267,7 +267,7 @@ def is_source(value: Any) -> bool:
     return not isinstance(value, np.ndarray) and "__array__" not in dir(value)
 
 
-def open_validation(task: Task, name: str, given: Any, allow_outside: Sequence[str] = ()) -> Dataset:
+def open_validation(task: Task, name: str, given: Any) -> Dataset:
     """Opens one validation set. Raises UserError."""
     if is_stream(given):
         which = "" if name == "validation" else f" {name!r}"
@@ -276,7 +276,7 @@ def open_validation(task: Task, name: str, given: Any, allow_outside: Sequence[s
             "give data of known length: take its first samples into arrays, or write them to HDF5",
         )
     with of_field("validation" if name == "validation" else f"validation[{name!r}]"):
-        return open_dataset(given, allow_outside=allow_outside, ragged=task.collate is not None)
+        return open_dataset(given, ragged=task.collate is not None)
 
 
 @contextlib.contextmanager
@@ -288,12 +288,12 @@ def of_field(field: str) -> Iterator[None]:
         raise UserError(f"{field} of the task: {error.what}", error.fix, error.code) from error
 
 
-def open_training_data(task: Task, allow_outside: Sequence[str] = ()) -> Dataset | Stream:
+def open_training_data(task: Task) -> Dataset | Stream:
     """Opens the task's training data. Raises UserError."""
     with of_field("train"):
         if is_stream(task.train):
             return open_stream(task.train)
-        return open_dataset(task.train, allow_outside=allow_outside, ragged=task.collate is not None)
+        return open_dataset(task.train, ragged=task.collate is not None)
 
 
 def examples_of(train: Dataset | Stream, most: int = 1) -> Dataset:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from hpctrain.data.dataset import Field, Samples, check_field, check_lengths, choose, content_fingerprint
 from hpctrain.data.formats.block_cache import BlockCache
 from hpctrain.data.formats.hdf5_arrays import BlockArray
-from hpctrain.data.formats.hdf5_files import LinkedFiles, asking, names_in
+from hpctrain.data.formats.hdf5_files import Hdf5File, asking, names_in
 from hpctrain.data.formats.hdf5_resolve import resolve
 from hpctrain.data.formats.netcdf import NetcdfReader, meaning_of, meant
 from hpctrain.errors import UserError
@@ -32,7 +32,6 @@ class Hdf5Dataset:
     length: int
     readers: Mapping[str, NetcdfReader]
     cache: BlockCache
-    outside: tuple[str, ...]
     decode: str | None
     """``netcdf`` or None; see ``open_dataset``."""
     ordered: bool
@@ -57,7 +56,6 @@ def open_hdf5(
     path: Path,
     names: tuple[str, ...] | None,
     cache: BlockCache,
-    outside: Sequence[str | Path] = (),
     decode: str | None = None,
 ) -> Hdf5Dataset:
     """Open the named arrays of a file, by default all of them.
@@ -66,21 +64,20 @@ def open_hdf5(
         path: the file.
         names: names of the arrays.
         cache: for blocks of arrays that are not mapped.
-        outside: further folders to which links may lead.
         decode: ``netcdf`` or None; see ``open_dataset``.
 
     Raises:
-        UserError: the file is missing, not HDF5 or truncated; an array is missing, not numeric, empty or of a different
-            length; or a link leads to a file that is missing or in a folder that is not allowed.
+        UserError: the file is missing, not HDF5 or truncated; or an array is missing, not numeric, empty,
+            of a different length, or in another file.
     """
     where = str(path)
-    with asking(path), LinkedFiles(path, outside) as files:
-        datasets = chosen(files, names, where)
-        mapped = {name: resolve(files, dataset, repr(name)) for name, dataset in datasets.items()}
+    with asking(path), Hdf5File(path) as file:
+        datasets = chosen(file, names, where)
+        mapped = {name: resolve(file, dataset, repr(name)) for name, dataset in datasets.items()}
         meanings = {name: meaning_of(dataset) for name, dataset in datasets.items()}
         fields = {name: check_field(name, each.shape or (), each.dtype, where) for name, each in datasets.items()}
         length = check_lengths({name: dataset.shape[0] for name, dataset in datasets.items()}, where)
-        ordered = names is not None or keeps_order(files.root(), list(datasets))
+        ordered = names is not None or keeps_order(file.root, list(datasets))
     readers: dict[str, NetcdfReader] = {}
     for name, dataset in datasets.items():
         reader = mapped[name] or BlockArray(path, name, dataset, fields[name], cache)
@@ -88,16 +85,15 @@ def open_hdf5(
     if decode:
         for name, field in fields.items():
             fields[name] = Field(field.shape, meanings[name].decoded(np.zeros(1, field.dtype)).dtype)
-    return Hdf5Dataset(path, fields, length, readers, cache, tuple(map(str, outside)), decode, ordered)
+    return Hdf5Dataset(path, fields, length, readers, cache, decode, ordered)
 
 
-def chosen(files: LinkedFiles, names: tuple[str, ...] | None, where: str) -> dict[str, h5py.Dataset]:
-    """The datasets of these names, following links; by default all, except those in groups behind links."""
-    root = files.root()
-    found = {name: files.find(root, name) for name in names or [name for name, _ in names_in(root)]}
+def chosen(file: Hdf5File, names: tuple[str, ...] | None, where: str) -> dict[str, h5py.Dataset]:
+    """The datasets of these names, following soft links; by default all, except those in groups behind links."""
+    found = {name: file.find(name) for name in names or names_in(file.root)}
     datasets = {name: item for name, item in found.items() if isinstance(item, h5py.Dataset)}
     if names is not None and len(datasets) < len(names):
-        choose([name for name, _ in names_in(root)], names, where)
+        choose(list(names_in(file.root)), names, where)
     return datasets
 
 

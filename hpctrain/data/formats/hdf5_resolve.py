@@ -13,7 +13,7 @@ from pathlib import Path
 import h5py
 
 from hpctrain.data.formats.hdf5_arrays import MappedArray
-from hpctrain.data.formats.hdf5_files import LinkedFiles
+from hpctrain.data.formats.hdf5_files import ELSEWHERE, Hdf5File
 from hpctrain.errors import UserError
 
 MOST_UNWRITTEN = 2**28
@@ -22,12 +22,12 @@ COMPARED = 1024
 """Values per sample that are compared between the map and the library, in up to three samples."""
 
 
-def resolve(files: LinkedFiles, dataset: h5py.Dataset, what: str) -> MappedArray | None:
+def resolve(file: Hdf5File, dataset: h5py.Dataset, what: str) -> MappedArray | None:
     """The map of a dataset's values; None if the library must read them.
 
     Args:
-        files: opened the dataset's file; kept open if the library must read it.
-        dataset: a dataset in one of these files.
+        file: holds the dataset; kept open if the library must read it.
+        dataset: the dataset.
         what: its name, for errors.
 
     Raises:
@@ -35,31 +35,28 @@ def resolve(files: LinkedFiles, dataset: h5py.Dataset, what: str) -> MappedArray
     """
     if isinstance(dataset.id.get_type(), h5py.h5t.TypeTimeID):
         raise UserError(
-            f"{files.path}: {what} is of HDF5's type H5T_TIME, which neither h5py nor NumPy can read",
+            f"{file.path}: {what} is of HDF5's type H5T_TIME, which neither h5py nor NumPy can read",
             "write it as integers, such as int64 seconds since 1970, or name only the arrays to use",
         )
     # Do not read even the shape before this: for some virtual datasets the library opens the sources to get it.
     properties = dataset.id.get_create_plist()
     if properties.get_layout() == h5py.h5d.VIRTUAL:
-        raise UserError(
-            f"{files.path}: {what} is a virtual dataset, whose values are in other files",
-            "open these files as one data set, by a list or a pattern such as part-*.h5, or copy its values with h5py",
-        )
+        raise UserError(f"{file.path}: {what} is a virtual dataset, whose values are in other files", ELSEWHERE)
     if properties.get_external_count():
         fix = "copy it into the file: h5repack -l CONTI"
-        raise UserError(f"{files.path}: {what} has external storage: its values are in other files", fix)
-    check_written(files.path, dataset, what)
-    mapped = map_dataset(files, dataset)
+        raise UserError(f"{file.path}: {what} has external storage: its values are in other files", fix)
+    check_written(file.path, dataset, what)
+    mapped = map_dataset(file, dataset)
     if mapped is not None:
         length = dataset.shape[0]
         if agrees(mapped, dataset, {0, length // 2, length - 1}):
             return mapped
-    check_filters(files.path, dataset, what)
-    files.keep()
+    check_filters(file.path, dataset, what)
+    file.keep()
     return None
 
 
-def map_dataset(files: LinkedFiles, dataset: h5py.Dataset) -> MappedArray | None:
+def map_dataset(file: Hdf5File, dataset: h5py.Dataset) -> MappedArray | None:
     """The array mapped from its file; None if its bytes are not contiguous there in NumPy's layout."""
     if not dataset.shape or dataset.id.get_create_plist().get_layout() != h5py.h5d.CONTIGUOUS:
         return None
@@ -67,7 +64,7 @@ def map_dataset(files: LinkedFiles, dataset: h5py.Dataset) -> MappedArray | None
     written = num_bytes and dataset.id.get_storage_size() == num_bytes
     if not written or not lies_as_numpy(dataset):
         return None
-    return files.contiguous(dataset, int(dataset.id.get_offset()))
+    return file.contiguous(dataset, int(dataset.id.get_offset()))
 
 
 def lies_as_numpy(dataset: h5py.Dataset) -> bool:

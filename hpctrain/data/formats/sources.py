@@ -40,7 +40,6 @@ def open_dataset(
     source: Any,
     fields: Sequence[str] | None = None,
     cache_bytes: int = CACHE_BYTES,
-    allow_outside: Sequence[str | Path] = (),
     ragged: bool = False,
     decode: Any = None,
 ) -> Dataset:
@@ -56,7 +55,6 @@ def open_dataset(
             processes call again.
         fields: arrays to use, in this order; by default all. Names the parts if samples are tuples.
         cache_bytes: memory for cached blocks of chunked or compressed arrays, for all files together.
-        allow_outside: folders to which links in HDF5 files may lead, besides each file's own folder.
         ragged: whether samples of a torch or tf.data Dataset, or of files other than HDF5, may differ in shape. Set for
             the data of tasks with ``collate``.
         decode: decode(record) turns a record of a file other than HDF5 into a sample, a dict or tuple of arrays. The
@@ -70,13 +68,12 @@ def open_dataset(
     names = None if fields is None else tuple(fields)
     if inspect.isroutine(source) or isinstance(source, (type, functools.partial)):
         how: dict[str, Any] = {"fields": names, "cache_bytes": cache_bytes, "ragged": ragged, "decode": decode}
-        how["allow_outside"] = tuple(map(str, allow_outside))
         dataset = open_dataset(source(), **how)
         return (CalledSeededDataset if isinstance(dataset, SeededDataset) else CalledDataset)(dataset, source, how)
     if isinstance(source, Dataset):
         return source
     if isinstance(source, (str, Path)):
-        return open_files(expand(source), names, BlockCache(cache_bytes), allow_outside, ragged, decode)
+        return open_files(expand(source), names, BlockCache(cache_bytes), ragged, decode)
     if isinstance(source, Mapping):
         chosen = choose(list(source), names, "the dict of arrays")
         return from_arrays({name: source[name] for name in chosen})
@@ -90,7 +87,7 @@ def open_dataset(
         return tf_dataset.adapted(source, names, ragged)
     if isinstance(source, Sequence) and source and all(isinstance(item, (str, Path)) for item in source):
         paths = [path for item in source for path in expand(item)]
-        return open_files(paths, names, BlockCache(cache_bytes), allow_outside, ragged, decode)
+        return open_files(paths, names, BlockCache(cache_bytes), ragged, decode)
     raise UserError(
         f"data of type {type(source).__name__} cannot be opened",
         "give paths, a dict of NumPy arrays, a torch Dataset, a tf.data.Dataset, an hpctrain.Dataset, or a "
@@ -145,7 +142,6 @@ def open_files(
     paths: Sequence[str | Path],
     names: tuple[str, ...] | None,
     cache: BlockCache,
-    outside: Sequence[str | Path],
     ragged: bool = False,
     decode: Any = None,
 ) -> Dataset:
@@ -169,7 +165,7 @@ def open_files(
 
         if decode not in (None, NETCDF):
             raise UserError(f"{paths[0]} is read as HDF5, whose arrays no function decodes", "leave decode out")
-        how = names, cache, outside, NETCDF if decode else None
+        how = names, cache, NETCDF if decode else None
         parts = [patiently(functools.partial(open_hdf5, Path(path), *how)) for path in paths]
     return concatenate(parts, [str(path) for path in paths])
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hpctrain.data.casting import fit
 from hpctrain.data.dataset import Dataset, Field, Samples, is_ordered
-from hpctrain.data.formats.hdf5_files import LinkedFiles, asking
+from hpctrain.data.formats.hdf5_files import Hdf5File, asking
 from hpctrain.data.samples import require_alike
 from hpctrain.errors import UserError
 
@@ -152,8 +152,8 @@ def packed_notes(path: str | Path) -> dict[str, Any]:
         UserError: the file is missing, is not HDF5, or its notes are damaged.
     """
     path = Path(path)
-    with asking(path), LinkedFiles(path) as files:
-        text = files.root().attrs.get(NOTES, "{}")
+    with asking(path), Hdf5File(path) as file:
+        text = file.root.attrs.get(NOTES, "{}")
     try:
         notes = json.loads(text)
     except (TypeError, ValueError, RecursionError):

@@ -35,7 +35,6 @@ def open_source(
     kind: str | None = None,
     columns: Columns | None = None,
     size: tuple[int, int] | None = None,
-    outside: Sequence[str] = (),
 ) -> PackSource:
     """The samples of the files, concatenated; each .npy file provides one array instead.
 
@@ -44,7 +43,6 @@ def open_source(
         kind: one of ``NAMES``, by default derived from the suffixes; for text use ``text_source``.
         columns: for tables, the columns of each array; for archives, the arrays to use.
         size: (height, width) to which images are scaled.
-        outside: further folders to which links in HDF5 files may lead.
 
     Raises:
         UserError: a file is missing, of unknown kind, damaged, or does not match the others.
@@ -74,10 +72,10 @@ def open_source(
         from hpctrain.data.packing.arrays import from_npy
 
         return from_npy(paths)
-    return join([open_file(source, kind, columns, outside) for source in sources], sources)
+    return join([open_file(source, kind, columns) for source in sources], sources)
 
 
-def open_file(path: str, kind: str, columns: Columns | None, outside: Sequence[str]) -> PackSource:
+def open_file(path: str, kind: str, columns: Columns | None) -> PackSource:
     """The source of a single .npz or HDF5 file, for kinds whose files are concatenated."""
     if kind == "npz":
         from hpctrain.data.packing.arrays import from_npz
@@ -85,7 +83,7 @@ def open_file(path: str, kind: str, columns: Columns | None, outside: Sequence[s
         return from_npz(Path(path), only_names(columns, kind))
     from hpctrain.data.formats.sources import open_dataset
 
-    return from_dataset(open_dataset(path, only_names(columns, kind), allow_outside=outside, decode=decode_for(kind)))
+    return from_dataset(open_dataset(path, only_names(columns, kind), decode=decode_for(kind)))
 
 
 def decode_for(kind: str | None) -> Literal["netcdf"] | None:

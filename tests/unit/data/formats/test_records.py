@@ -226,8 +226,8 @@ class NotingCache(BlockCache):
 
     def get(self, key: Hashable, read: Callable[[], Any]) -> Any:
         def noting() -> Any:
-            assert isinstance(key, str)
-            self.groups.add(int(key.partition(") ")[2].split()[0]))
+            assert isinstance(key, tuple)
+            self.groups.add(int(key[0].rpartition(" ")[2]))
             return read()
 
         return super().get(key, noting)

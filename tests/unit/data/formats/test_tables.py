@@ -80,102 +80,6 @@ def test_a_folder_in_an_object_store(in_store: str) -> None:
     assert (source["uri"], source["files"], source["rows"]) == (in_store, 2, 1000)
 
 
-def batches(dataset: Dataset, rank: int, size: int, first: int = 0, **options: object) -> list[dict[str, np.ndarray]]:
-    """What a rank gets in the rest of the first epoch and in the second."""
-    order = Order(len(dataset), 64, seed=3, shuffle="block", block_samples=100)
-    data = TrainingData(dataset, order, rank, size, prefetch=1, **options)
-    try:
-        given = data.starting_at(0, first)
-        return [next(given).micro_batches[0] for _ in range(2 * order.batches_per_epoch - first)]
-    finally:
-        data.close()
-
-
-def same(one: list[dict[str, np.ndarray]], other: list[dict[str, np.ndarray]]) -> bool:
-    return len(one) == len(other) and all(
-        a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
-        for a, b in zip(one, other, strict=True)
-    )
-
-
-class TestTrainedOnDirectly:
-    @pytest.fixture(params=["store", "folder"])
-    def source(self, request: pytest.FixtureRequest) -> str:
-        """A table of 1000 rows."""
-        if request.param == "store":
-            return str(request.getfixturevalue("in_store"))
-        Path("rows/day=1").mkdir(parents=True)
-        Path("rows/day=2").mkdir()
-        write(f"file://{Path('rows/day=1/a.parquet').absolute()}", slice(0, 300))
-        write(f"file://{Path('rows/day=2/a.parquet').absolute()}", slice(300, 1000))
-        return "rows"
-
-    def test_samples_are_those_of_the_packed_file(self, source: str) -> None:
-        write_hdf5("a.h5", from_table(open_table(source, "parquet"), {"x": ("x",), "id": ("id",)}))
-        packed, direct = open_dataset("a.h5"), open_dataset(source, ["x", "id"])
-        assert len(direct) == 1000 and dict(direct.fields) == dict(packed.fields)
-        for rank, size in [(0, 1), (0, 2), (1, 2)]:
-            assert same(batches(direct, rank, size), batches(packed, rank, size))
-        assert same(batches(open_dataset(source, ["x", "id"]), 1, 2, first=7), batches(packed, 1, 2, first=7))
-
-    def test_row_groups_are_kept_in_memory(self, in_store: str, object_store: ObjectStore) -> None:
-        for ragged in (False, True):
-            dataset = open_dataset(in_store, ragged=ragged)
-            first = dataset.read(IDS)
-            before = object_store.reads()
-            assert all(np.array_equal(np.stack(dataset.read(IDS)[name]), np.stack(first[name])) for name in first)
-            assert object_store.reads() == before
-
-    @pytest.mark.slow
-    def test_worker_processes_read_it(self, in_store: str) -> None:
-        dataset = open_dataset(in_store)
-        assert same(batches(dataset, 0, 2, workers=1), batches(dataset, 0, 2))
-
-    def test_rows_are_decoded(self, in_store: str) -> None:
-        dataset = open_dataset(in_store, decode=lambda row: {"y": row["x"].sum(), "id": row["id"]})
-        samples = dataset.read(np.array([999, 3]))
-        assert samples["id"].tolist() == [999, 3] and np.allclose(samples["y"], X[[999, 3]].sum(axis=1))
-
-    def test_another_table_has_another_fingerprint_and_a_resume_names_both(self, bucket: str) -> None:
-        uris, config = [f"{bucket}/{name}" for name in ("first", "second")], {"seed": 0}
-        for uri, rows in zip(uris, [slice(0, 500), slice(0, 600)], strict=True):
-            write(f"{uri}/a.parquet", rows)
-            assert pack(uri, "--kind", "parquet", "-o", f"{Path(uri).name}.h5") == 0
-        for sources in [("first.h5", "second.h5"), tuple(uris)]:
-            datasets = [open_dataset(source) for source in sources]
-            saved, now = (identity_of(config, 8, each.fingerprint(), sources_of(each)) for each in datasets)
-            refuse_changes(saved, saved, "step-3")
-            (source,) = now["data_sources"]
-            assert (source["uri"], source["rows"], source["schema"]["id"]) == (uris[1], 600, "int64")
-            assert len(source["files_sha256"]) == 64 and source.get("packed") == (
-                Path(sources[1]).name if "h5" in sources[1] else None
-            )
-            with pytest.raises(UserError, match=rf"made from {uris[0]}, and now from {uris[1]}"):
-                refuse_changes(saved, now, "step-3")
-        assert sources_of(open_dataset({"x": X})) == []
-
-    def test_the_shape_of_fixed_lists_is_known_before_they_are_read(
-        self, bucket: str, object_store: ObjectStore
-    ) -> None:
-        from pyarrow import parquet
-        from pyarrow.fs import FileSystem
-
-        store, path = FileSystem.from_uri(f"{bucket}/a.parquet")
-        kind = pyarrow.list_(pyarrow.list_(pyarrow.float32(), 3), 2)
-        with store.open_output_stream(path) as file:
-            parquet.write_table(pyarrow.table({"x": pyarrow.array(X.reshape(500, 2, 3).tolist(), kind)}), file)
-        dataset = open_dataset(f"{bucket}/a.parquet")
-        before = object_store.reads()
-        assert dataset.fields == {"x": Field((2, 3), np.dtype(np.float32))}
-        assert np.array_equal(dataset.read(np.arange(500))["x"], X.reshape(500, 2, 3))
-        assert object_store.reads() == before + 1
-
-    def test_a_file_of_another_kind_in_a_store(self) -> None:
-        for name in ("train.csv", "train.h5", "part-*.h5"):
-            with pytest.raises(UserError, match="only Parquet files can"):
-                open_dataset(f"s3://bucket/{name}")
-
-
 class TestFaults:
     """Of the store: retried, or one sentence; never other samples."""
 
@@ -270,3 +174,99 @@ class TestFaults:
         assert pack(f"{scheme}://bucket/table", "--kind", "parquet", "-o", "a.h5") == 64
         said = capsys.readouterr().err
         assert f"{scheme}://bucket/table cannot be opened" in said and "plug-in of fsspec" in said
+
+
+def batches(dataset: Dataset, rank: int, size: int, first: int = 0, **options: object) -> list[dict[str, np.ndarray]]:
+    """What a rank gets in the rest of the first epoch and in the second."""
+    order = Order(len(dataset), 64, seed=3, shuffle="block", block_samples=100)
+    data = TrainingData(dataset, order, rank, size, prefetch=1, **options)
+    try:
+        given = data.starting_at(0, first)
+        return [next(given).micro_batches[0] for _ in range(2 * order.batches_per_epoch - first)]
+    finally:
+        data.close()
+
+
+def same(one: list[dict[str, np.ndarray]], other: list[dict[str, np.ndarray]]) -> bool:
+    return len(one) == len(other) and all(
+        a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+class TestTrainedOnDirectly:
+    @pytest.fixture(params=["store", "folder"])
+    def source(self, request: pytest.FixtureRequest) -> str:
+        """A table of 1000 rows."""
+        if request.param == "store":
+            return str(request.getfixturevalue("in_store"))
+        Path("rows/day=1").mkdir(parents=True)
+        Path("rows/day=2").mkdir()
+        write(f"file://{Path('rows/day=1/a.parquet').absolute()}", slice(0, 300))
+        write(f"file://{Path('rows/day=2/a.parquet').absolute()}", slice(300, 1000))
+        return "rows"
+
+    def test_samples_are_those_of_the_packed_file(self, source: str) -> None:
+        write_hdf5("a.h5", from_table(open_table(source, "parquet"), {"x": ("x",), "id": ("id",)}))
+        packed, direct = open_dataset("a.h5"), open_dataset(source, ["x", "id"])
+        assert len(direct) == 1000 and dict(direct.fields) == dict(packed.fields)
+        for rank, size in [(0, 1), (0, 2), (1, 2)]:
+            assert same(batches(direct, rank, size), batches(packed, rank, size))
+        assert same(batches(open_dataset(source, ["x", "id"]), 1, 2, first=7), batches(packed, 1, 2, first=7))
+
+    def test_row_groups_are_kept_in_memory(self, in_store: str, object_store: ObjectStore) -> None:
+        for ragged in (False, True):
+            dataset = open_dataset(in_store, ragged=ragged)
+            first = dataset.read(IDS)
+            before = object_store.reads()
+            assert all(np.array_equal(np.stack(dataset.read(IDS)[name]), np.stack(first[name])) for name in first)
+            assert object_store.reads() == before
+
+    @pytest.mark.slow
+    def test_worker_processes_read_it(self, in_store: str) -> None:
+        dataset = open_dataset(in_store)
+        assert same(batches(dataset, 0, 2, workers=1), batches(dataset, 0, 2))
+
+    def test_rows_are_decoded(self, in_store: str) -> None:
+        dataset = open_dataset(in_store, decode=lambda row: {"y": row["x"].sum(), "id": row["id"]})
+        samples = dataset.read(np.array([999, 3]))
+        assert samples["id"].tolist() == [999, 3] and np.allclose(samples["y"], X[[999, 3]].sum(axis=1))
+
+    def test_another_table_has_another_fingerprint_and_a_resume_names_both(self, bucket: str) -> None:
+        uris, config = [f"{bucket}/{name}" for name in ("first", "second")], {"seed": 0}
+        for uri, rows in zip(uris, [slice(0, 500), slice(0, 600)], strict=True):
+            write(f"{uri}/a.parquet", rows)
+            assert pack(uri, "--kind", "parquet", "-o", f"{Path(uri).name}.h5") == 0
+        for sources in [("first.h5", "second.h5"), tuple(uris)]:
+            datasets = [open_dataset(source) for source in sources]
+            saved, now = (identity_of(config, 8, each.fingerprint(), sources_of(each)) for each in datasets)
+            refuse_changes(saved, saved, "step-3")
+            (source,) = now["data_sources"]
+            assert (source["uri"], source["rows"], source["schema"]["id"]) == (uris[1], 600, "int64")
+            assert len(source["files_sha256"]) == 64 and source.get("packed") == (
+                Path(sources[1]).name if "h5" in sources[1] else None
+            )
+            with pytest.raises(UserError, match=rf"made from {uris[0]}, and now from {uris[1]}"):
+                refuse_changes(saved, now, "step-3")
+        assert sources_of(open_dataset({"x": X})) == []
+
+    def test_the_shape_of_fixed_lists_is_known_before_they_are_read(
+        self, bucket: str, object_store: ObjectStore
+    ) -> None:
+        from pyarrow import parquet
+        from pyarrow.fs import FileSystem
+
+        store, path = FileSystem.from_uri(f"{bucket}/a.parquet")
+        kind = pyarrow.list_(pyarrow.list_(pyarrow.float32(), 3), 2)
+        with store.open_output_stream(path) as file:
+            parquet.write_table(pyarrow.table({"x": pyarrow.array(X.reshape(500, 2, 3).tolist(), kind)}), file)
+        dataset = open_dataset(f"{bucket}/a.parquet")
+        before = object_store.reads()
+        assert dataset.fields == {"x": Field((2, 3), np.dtype(np.float32))}
+        assert np.array_equal(dataset.read(np.arange(500))["x"], X.reshape(500, 2, 3))
+        assert object_store.reads() == before + 1
+
+    def test_a_file_of_another_kind_in_a_store(self) -> None:
+        for name in ("train.csv", "train.h5", "part-*.h5"):
+            with pytest.raises(UserError, match="only Parquet files can"):
+                open_dataset(f"s3://bucket/{name}")
