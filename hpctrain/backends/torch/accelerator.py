@@ -137,8 +137,11 @@ def pin(staging: Tensor, device: torch.device) -> None:
     """
     if device.type == "cuda":
         runtime = api(device).cudart()
-        code = runtime.cudaHostRegister(staging.data_ptr(), staging.numel() * staging.element_size(), 0)
-        api(device).check_error(int(code))
+        code = int(runtime.cudaHostRegister(staging.data_ptr(), staging.numel() * staging.element_size(), 0))
+        if code:
+            with suppress(RuntimeError):  # CUDA keeps the error, and the next kernel would raise it
+                torch.zeros(1, device=device).add_(1)
+        api(device).check_error(code)
 
 
 def unpin(address: int, device: torch.device) -> None:

@@ -67,10 +67,18 @@ def trying(
     largest = max(parameters, key=lambda one: one.numel())
     device, dtype = largest.device, computes_in or largest.dtype
     kind = KINDS.get(dtype, "")
-    if kind == "fp32" and accelerator.has_tf32(device) and torch.get_float32_matmul_precision() != "highest":
+    if kind == "fp32" and accelerator.has_tf32(device) and allows_tf32():
         kind = "tf32"
     sheet = 0.0 if device.type == "cpu" else sheet_per_s(accelerator.name(device), kind)
     return found, flops.Flops(per_sample, peak_per_s(device, dtype), sheet)
+
+
+def allows_tf32() -> bool:
+    """Whether matrix products in float32 may use TF32, by either of PyTorch's settings."""
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # PyTorch 2.9 and newer do not say so if the task has used the newer one
+        return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def peak_per_s(device: torch.device, dtype: torch.dtype) -> float:

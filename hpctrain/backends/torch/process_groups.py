@@ -221,23 +221,25 @@ def gloo(
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-def nccl(group: Group, meeting: Rendezvous, device: torch.device, timeout: timedelta) -> dist.ProcessGroupNCCL:
-    """An NCCL process group, connected at once. Collective. Raises UserError, on all ranks, if that fails.
+def nccl(group: Group, meeting: Rendezvous, device: torch.device, timeout: timedelta) -> Any:
+    """An NCCL (or XCCL) process group, connected at once. Collective. Raises UserError, on all ranks, if that fails.
 
     Callers wait for each operation with a timeout. NCCL's errors are then raised there, instead of ending the process
     from a thread, as torch does by default.
     """
-    options: Any = dist.ProcessGroupNCCL.Options()
+    word = word_of(device)
+    kind: Any = getattr(dist, f"ProcessGroup{word.upper()}")
+    options = kind.Options()
     options.group_name, options.global_ranks_in_group = group.name, list(meeting.members)
     options._timeout = timeout
     ranks, problem = None, None
     try:
         with environment(OWN_ERRORS):
-            ranks = dist.ProcessGroupNCCL(meeting.store, group.rank, group.size, options)
+            ranks = kind(meeting.store, group.rank, group.size, options)
             # One communicator for all operations, also for messages, which are then sent in order.
             ranks.eager_connect_single_device(device)
     except RuntimeError as error:
-        problem = f"nccl: {error}"
+        problem = f"{word}: {error}"
     agree(group, problem)
     assert ranks is not None, "agreed"
     return ranks

@@ -162,7 +162,9 @@ class TorchState:
 
 
 @contextlib.contextmanager
-def passes_leave(model: Module, task_state: TaskState, objects: Sequence[Kept], device: torch.device) -> Iterator[None]:
+def passes_leave(
+    model: Module, task_state: TaskState, objects: Sequence[Kept], device: torch.device, with_parameters: bool = False
+) -> Iterator[None]:
     """Restores what passes in the body change in the model, the loss, the task's objects and random states.
 
     Args:
@@ -170,9 +172,11 @@ def passes_leave(model: Module, task_state: TaskState, objects: Sequence[Kept], 
         task_state: state held by the task's functions.
         objects: objects of the task whose state is saved.
         device: the model's device.
+        with_parameters: whether passes may change parameters, as a task's own step does that bounds or averages them.
     """
     buffers_of = [(dict(module._buffers), module) for module in model.modules()]
-    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    changing = (*model.buffers(), *(model.parameters() if with_parameters else ()))
+    before = [(one, one.detach().clone()) for one in changing]
     put_back = task_state.snapshot()
     try:
         with tensors.kept_random_state(device), unchanged(objects, task_state.leaves):
@@ -181,6 +185,6 @@ def passes_leave(model: Module, task_state: TaskState, objects: Sequence[Kept], 
         for buffers, module in buffers_of:
             module._buffers.update(buffers)  # a forward pass may have replaced them
         with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
+            for one, value in before:
+                one.copy_(value)
         put_back()

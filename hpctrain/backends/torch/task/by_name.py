@@ -36,7 +36,9 @@ def of_target(function: Callable[..., Tensor], target: str, outputs: Tensor, bat
 
 def of_classes(sum_of: functools.partial[Tensor], target: str, outputs: Tensor, batch: Mapping[str, Tensor]) -> Any:
     """Applies the sum of a loss of classes to a batch; returns it and the weight by which torch's mean divides it."""
-    classes = batch[target]
+    classes, weights = batch[target], sum_of.keywords.get("weight")
+    if weights is not None and weights.device != outputs.device:  # in the first call
+        sum_of.keywords["weight"] = weights.to(outputs.device)
     total = sum_of(outputs.float() if outputs.dtype == torch.float16 else outputs, classes)  # sums exceed 16 bits
     if classes.is_floating_point():  # probabilities
         return total, classes.numel() / classes.shape[1]

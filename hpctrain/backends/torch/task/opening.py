@@ -14,6 +14,7 @@ from hpctrain.backends.joint_statistics import BatchNorms
 from hpctrain.backends.named_state import plain_name, require_same_model
 from hpctrain.backends.torch import accelerator
 from hpctrain.backends.torch.device import Compute, compute_of, require_same_kind, stay_near
+from hpctrain.backends.torch.performance import allows_tf32
 from hpctrain.backends.torch.process_groups import (
     ProcessGroup,
     broadcast,
@@ -97,6 +98,8 @@ def open_torch(
     chosen = over_torch if config.reduce.kind == "nccl" and device.type == "cpu" else exchange_for
     opening = look_at(task, world, config, compute, clock, open_exchange or chosen, stage_choice)
     move(opening.model, device, compute.memory_format)
+    for module in opening.task_state.modules_of_functions():
+        module.to(device)
     strategies: list[Strategy] = [one for each in STRATEGIES if (one := each.planned(opening)) is not None]
     with ExitStack() as stack:
         peers: ProcessGroup | None = None
@@ -131,7 +134,7 @@ IN_FP32 = (
 def advice_on(train: TrainConfig, model: Module, device: torch.device) -> list[str]:
     """What a run leaves unused of its device and does not ask for."""
     is_fp32 = train.precision == "fp32" and any(one.dtype == torch.float32 for one in model.parameters())
-    unasked = train.matmul is None and torch.get_float32_matmul_precision() == "highest"
+    unasked = train.matmul is None and not allows_tf32()
     return [IN_FP32] if is_fp32 and unasked and accelerator.has_tf32(device) else []
 
 
@@ -205,7 +208,9 @@ def assembled(
     if compute.device.type != "cpu":
         optimizer_state.to_device()
     objects = kept_objects(task)
-    unchanged = functools.partial(passes_leave, model, opening.task_state, objects, compute.device)
+    unchanged = functools.partial(
+        passes_leave, model, opening.task_state, objects, compute.device, with_parameters=task.step is not None
+    )
     reducers = ExchangesToChoose(updates.reducers)
     exchanges = ChosenReducer(reducers, choice, unchanged, choice.known(reducers))
     joins = opening.joins and world.data.size > 1

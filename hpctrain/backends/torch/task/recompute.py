@@ -127,7 +127,9 @@ class Recomputed:
             keeping = create_selective_checkpoint_contexts(self.policy) if self.kept else (nullcontext(), nullcontext())
             return within(own[0], keeping[0]), within(own[1], keeping[1])
 
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=passes, **kwargs)
+        # Of arguments by name, torch would not restore the random state of the device.
+        given = *args, *kwargs.values()
+        return checkpoint(called, forward, tuple(kwargs), *given, use_reentrant=False, context_fn=passes)
 
     def policy(self, context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """Whether an operation's result is kept.
@@ -164,6 +166,12 @@ class Recomputed:
             yield
         finally:
             _fill([buffer for buffer, _ in buffers], after)
+
+
+def called(function: Callable[..., Any], names: Sequence[str], *given: Any) -> Any:
+    """Calls a function with arguments of which the last ones have names."""
+    count = len(given) - len(names)
+    return function(*given[:count], **dict(zip(names, given[count:], strict=True)))
 
 
 def draws(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -265,9 +265,14 @@ class OnGpus(torch.autograd.Function):
         counts = counts.flatten()
         if input.numel() < 2 * channels and counts.sum() < 2:  # read only by ranks that may have the only value
             raise one_value()
+        # The kernel takes all of one dtype, and 16 bits hold no count.
+        wide_mean, wide_var = (one if one is None else one.to(counts.dtype) for one in (running_mean, running_var))
         mean, inverse = torch.batch_norm_gather_stats_with_counts(
-            input, means, inverses, running_mean, running_var, momentum, eps, counts
+            input, means, inverses, wide_mean, wide_var, momentum, eps, counts
         )
+        for own, updated in ((running_mean, wide_mean), (running_var, wide_var)):
+            if own is not None and updated is not None and updated is not own:
+                own.copy_(updated)
         ctx.save_for_backward(input, weight, mean, inverse, counts.to(torch.int32))
         ctx.on_device, ctx.has_bias = on_device, bias is not None
         return torch.batch_norm_elemt(input, weight, bias, mean, inverse, eps)

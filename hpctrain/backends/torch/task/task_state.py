@@ -114,6 +114,10 @@ class TaskState:
             if isinstance(value, Optimizer)
         ]
 
+    def modules_of_functions(self) -> list[Module]:
+        """Modules that the loss, ``forward`` and ``step`` hold besides the model, such as a loss with class weights."""
+        return [module for root in self.roots[1:] for module in self.find(root).modules.values()]
+
     def find(self, root: Root) -> FoundState:
         """Finds the state that a root holds now. Raises UserError if its names would differ between processes."""
         ids = set(self.modules)

@@ -15,6 +15,7 @@ import hpctrain
 from hpctrain.backends.torch import accelerator
 from hpctrain.backends.torch.state.tensors import digest, fingerprint
 from hpctrain.backends.torch.task import by_name, opening
+from hpctrain.backends.torch.task.task_state import TaskState
 from hpctrain.config.sections import TrainConfig
 from hpctrain.errors import UserError
 from hpctrain.system.gpus import Gpu
@@ -164,3 +165,33 @@ def test_a_run_in_fp32_hears_of_tensor_cores(kept: None, monkeypatch: pytest.Mon
     assert opening.advice_on(train(), nn.Linear(2, 2), torch.device("cpu")) == []
     torch.set_float32_matmul_precision("high")
     assert opening.advice_on(train(), nn.Linear(2, 2), gpu) == [], "the task has chosen"
+
+
+def test_a_task_may_use_the_newer_setting_of_tf32(kept: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch 2.9 and newer then refuse to say anything by the older one."""
+    settings, gpu = torch.backends.cuda.matmul, torch.device("cuda", 0)
+    if not hasattr(settings, "fp32_precision"):
+        pytest.skip("this PyTorch has none")
+    monkeypatch.setattr(accelerator, "has_tf32", lambda device: True)
+    assert opening.advice_on(train(), nn.Linear(2, 2), gpu) == [opening.IN_FP32]
+    settings.fp32_precision = "tf32"
+    assert opening.advice_on(train(), nn.Linear(2, 2), gpu) == []
+
+
+def test_an_error_of_page_locking_is_not_left_for_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    runtime = SimpleNamespace(cudaHostRegister=lambda *_: 2)
+    api = SimpleNamespace(cudart=lambda: runtime, check_error=lambda code: said.append(f"error {code}"))
+    monkeypatch.setattr(accelerator, "api", lambda device: api)
+    monkeypatch.setattr(torch, "zeros", lambda *_, device: said.append(f"kernel on {device}") or torch.ones(1))
+    accelerator.pin(torch.ones(3), torch.device("cuda", 0))
+    assert said == ["kernel on cuda:0", "error 2"]
+
+
+def test_class_weights_and_modules_of_the_loss_follow_the_outputs() -> None:
+    loss = by_name.as_loss(nn.CrossEntropyLoss(weight=torch.ones(3)), ("x", "y"))
+    total, weight = loss(torch.zeros(4, 3, device="meta"), {"y": torch.zeros(4, dtype=torch.int64, device="meta")})
+    assert total.is_meta and weight.is_meta
+    model, loss = nn.Linear(2, 2), by_name.as_loss(nn.BCEWithLogitsLoss(pos_weight=torch.ones(2)), ("x", "y"))
+    found = TaskState(torch.optim.SGD(model.parameters()), {"loss": loss}, model).modules_of_functions()
+    assert [type(one) for one in found] == [nn.BCEWithLogitsLoss]

@@ -22,6 +22,7 @@ from hpctrain.config.sections import Config, DataConfig, TrainConfig
 from hpctrain.data.order import Order
 from hpctrain.errors import UserError
 from hpctrain.rank.problem import task_features, with_its_loss
+from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.tasks.definition import TorchScheduler, TorchTask
 from hpctrain.train.framework import NonFiniteLoss
 from tests.support.choices import Rehearsed
@@ -411,3 +412,23 @@ def test_all_ranks_cut_their_batches_into_as_many_parts() -> None:
         context = StepContext(setting, Dry(setting), rows, global_samples=5, step=0, ranks=2)
         cut[rows.start] = [len(part["x"]) for part in context.split({"x": torch.zeros(rows.stop - rows.start, 6)})]
     assert cut == {0: [2, 1], 3: [1, 1]}
+
+
+@pytest.mark.parametrize("choice", [ReducerChoice, Rehearsed])
+def test_what_a_step_does_to_parameters_is_undone_after_trials(choice: Any) -> None:
+    """Such as the bounds of a Wasserstein critic, and the average that a target network is."""
+
+    def bounded(ctx: Any, batch: dict[str, Tensor]) -> None:
+        ctx.backward(ctx.model(batch["x"]).square().mean())
+        ctx.update()
+        for parameter in ctx.model.parameters():
+            parameter.data.mul_(0.5)
+
+    found = []
+    for tries in (False, True):
+        framework = own.make_framework(alone(), lambda: own.one(bounded), choice=choice if tries else ReducerChoice)
+        if tries:
+            framework.dry_call(first_batch())
+        own.train(framework, 1)
+        found.append(own.weights(framework))
+    np.testing.assert_array_equal(*found)

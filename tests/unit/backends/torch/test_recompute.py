@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.backends.torch.task.recompute import PRODUCTS, draws, recompute
@@ -200,3 +201,18 @@ def test_layers_that_the_task_compiles_are_named() -> None:
     recompute(in_place, ["blocks.2", "out"])
     around = nn.Sequential(torch.compile(Block(), backend="eager"))
     assert recompute(around, ["*"]) == ["0"], "the compiled part is called again"
+
+
+def test_the_device_whose_random_state_is_kept_is_that_of_any_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch looks for it among arguments without a name."""
+    found: list[int] = []
+
+    def kind(*given: Any) -> str:
+        found.append(sum(isinstance(one, Tensor) for one in pytree.tree_leaves(given)))
+        return "cpu"
+
+    monkeypatch.setattr(torch.utils.checkpoint, "_infer_device_type", kind)
+    model = Net()
+    recompute(model, ["blocks.*"])
+    model.blocks[0](values=torch.ones(3, 6)).sum().backward()
+    assert found == [1]

@@ -172,6 +172,7 @@ def gather_stats(
     eps: float,
     counts: Tensor,
 ) -> tuple[Tensor, Tensor]:
+    assert mean is None or mean.dtype == variance.dtype == counts.dtype, "as CUDA demands"
     shares = (counts / counts.sum())[:, None]
     joint_mean = (shares * means).sum(0)
     joint_variance = (shares * (inverses**-2 - eps + (means - joint_mean) ** 2)).sum(0)
@@ -269,6 +270,14 @@ def test_gpus_normalise_over_the_samples_of_all_ranks(affine: bool, monkeypatch:
         columns = [rank[index] for rank in found]
         joined = torch.cat(columns) if index < 2 else torch.stack(columns).sum(0)  # gradients are summed later
         torch.testing.assert_close(joined, expected, rtol=1e-10, atol=1e-10)
+    halves = copy.deepcopy(layers[0]).bfloat16()
+    in_threads(
+        1,
+        lambda group: OnGpus.apply(
+            values, None, None, halves.running_mean, halves.running_var, 1.0, 0.0, Threads(group)
+        ),
+    )
+    torch.testing.assert_close(halves.running_mean, values.mean((0, 2, 3)).bfloat16())
     for layer in layers:
         torch.testing.assert_close(layer.running_var, whole.running_var, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(layer.running_mean, whole.running_mean, rtol=1e-10, atol=1e-10)
