@@ -64,7 +64,7 @@ TOKENS: dict[str, int] = {
     "reduce": 12022,
     "train": 14714,
     "tasks": 7527,
-    "backends": 122036,
+    "backends": 122625,
     "checkpoint": 51937,
     "monitor": 32599,
     "track": 6576,

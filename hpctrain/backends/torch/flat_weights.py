@@ -51,7 +51,8 @@ class TorchFlatWeights:
         for index, part, place in covered(self.sizes, at):
             values = trained[index].reshape(-1)  # a copy if the memory order is another
             values[part] = flat[place]
-            trained[index].copy_(values.view_as(trained[index]))
+            if not trained[index].is_contiguous():
+                trained[index].copy_(values.view_as(trained[index]))
 
     def array(self, values: NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.array(values)).to(self.device, self.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,22 @@ ONNX = ("onnx", "onnxscript")
 
 
 class ReadNames(dict[str, torch.Tensor]):
-    """A batch that notes which of its arrays are read by name, or as the first one."""
+    """A batch that notes which of its arrays are read, in any way: all ways but ``pop`` come to ``[]``."""
 
     def __init__(self, batch: dict[str, torch.Tensor]) -> None:
         super().__init__(batch)
         self.names: dict[str, None] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        value = super().__getitem__(name)
         self.names[name] = None
-        return super().__getitem__(name)
+        return value
+
+    def __iter__(self) -> Iterator[str]:  # otherwise ** and dict() would copy what is inside
+        return super().__iter__()
+
+    get, items, values = Mapping.get, Mapping.items, Mapping.values  # type: ignore[assignment]
+    __contains__ = Mapping.__contains__
 
 
 class ForwardPass(torch.nn.Module):
@@ -63,11 +70,12 @@ def export_graph(task: TorchTask, weights: Path, batch: Samples, output: Path) -
         raise UserError("the task has several models, and a graph has one", fix)
     task.model.load_state_dict(torch.load(weights, map_location="cpu", weights_only=True))
     task.model.eval()
-    tensors = ReadNames({name: torch.from_numpy(array) for name, array in batch.items()})
+    given = {name: torch.from_numpy(array) for name, array in batch.items()}
+    tensors = ReadNames(given)
     with torch.no_grad():
         outputs = named_outputs(task.forward(task.model, tensors))
-    names = list(tensors.names) or list(tensors)[:1]
-    arrays = tuple(dict.__getitem__(tensors, name) for name in names)
+    names = list(tensors.names) or list(given)[:1]
+    arrays = tuple(given[name] for name in names)
     shapes = {"arrays": tuple({0: torch.export.Dim.AUTO} for _ in names)}
     made = None
     try:

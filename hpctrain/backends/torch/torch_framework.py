@@ -191,5 +191,4 @@ def sum_and_weight(score: Any, samples: int) -> tuple[float, float]:
 
 def on_host(output: torch.Tensor) -> NDArray[Any]:
     """Converts a tensor to NumPy; bfloat16 becomes float32."""
-    output = output.detach().cpu()
-    return (output.float() if output.dtype == torch.bfloat16 else output).numpy()
+    return (output.float() if output.dtype == torch.bfloat16 else output).numpy(force=True)

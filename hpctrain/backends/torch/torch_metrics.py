@@ -100,7 +100,7 @@ def full_precision(outputs: Any, change: Callable[[torch.Tensor], Any] = lambda 
 
 def to_host(outputs: Any) -> Any:
     """Converts nested tensors to NumPy arrays, half precision to float32."""
-    return full_precision(outputs, lambda tensor: tensor.detach().cpu().numpy())
+    return full_precision(outputs, lambda tensor: tensor.numpy(force=True))
 
 
 def on_host(value: Any) -> Any:

@@ -57,7 +57,7 @@ ROWS: Rows = {
         "keep the parameters in float32, or leave train.precision out",
     ),
     (Feature.CHANNELS_LAST, Feature.VOLUMES): (
-        "train.channels_last is for images, and parameter {1} has 5 dimensions",
+        "train.channels_last is for images, and {1} has 5 dimensions",
         "leave train.channels_last out",
     ),
 }

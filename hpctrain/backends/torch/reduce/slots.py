@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -39,11 +40,19 @@ def taken_apart(numbers: list[float]) -> tuple[float | None, list[float]]:
     return next(iter(numbers[SLOTS:]), None), numbers[:SLOTS]
 
 
+def norms_of(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """L2 norm of each tensor; of 16 bits in float32, since their own dtype has two or three digits."""
+    kinds = {one.dtype for one in tensors}
+    wide = functools.reduce(torch.promote_types, kinds, torch.float32)
+    has_halves = not wide.is_complex and any(kind.itemsize == 2 for kind in kinds)
+    return tuple(torch._foreach_norm(list(tensors), 2, wide if has_halves else None))
+
+
 def norm_of(tensors: Sequence[Tensor]) -> Tensor:
     """L2 norm over all elements of all tensors, on their device."""
     if not tensors:
         return torch.zeros(())
-    norms = torch._foreach_norm(list(tensors))
+    norms = norms_of(tensors)
     return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
 
 

@@ -185,8 +185,11 @@ class OptimizerState:
         if factors == self.rate_factors or isinstance(factors, OwnRates):
             return
         self.rate_factors = factors
-        outermost = {id(group): place for place, group in self.rated_groups()}
-        for place, group in self.rated_groups():
+        groups = list(self.rated_groups())
+        added = {place: float(group["lr"]) for place, group in groups if place not in self.initial_rates}
+        self.initial_rates |= added  # by a hook
+        outermost = {id(group): place for place, group in groups}
+        for place, group in groups:
             rate = self.initial_rates[place] * self._factor_of(outermost[id(group)], factors)
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)

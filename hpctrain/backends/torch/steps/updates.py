@@ -155,8 +155,11 @@ class Trained:
 
     @property
     def _is_watched(self) -> bool:
-        """Whether a hook or replaced method on this rank sees each step, and so needs all gradients at once."""
-        return "step" in vars(self.optimizer) or has_hooks(self.optimizer)
+        """Whether a hook or replaced method on this rank sees each step, and so needs all gradients at once; not those
+        of PyTorch's schedulers, which only count."""
+        step = vars(self.optimizer).get("step")
+        counts = hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is type(self.optimizer).step
+        return (step is not None and not counts) or has_hooks(self.optimizer)
 
     @property
     def can_step_ahead(self) -> bool:

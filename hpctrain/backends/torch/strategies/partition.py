@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from hpctrain.backends.torch.reduce.reducer import SummedGradients
+from hpctrain.backends.torch.reduce.slots import norms_of
 from hpctrain.backends.torch.strategies.tp_group import TPGroup
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
@@ -202,7 +203,7 @@ class Partition:
         if not self.slices:
             return
         sums = {
-            name: zlib.crc32(one.grad.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+            name: zlib.crc32(values_of(one.grad.detach()).contiguous().view(-1).view(torch.uint8).numpy().data)
             for name, one in summed
             if name not in self.slices
             if one.grad is not None and one.device.type == "cpu"  # GPU kernels may add in any order
@@ -226,8 +227,8 @@ def values_of(gradient: Tensor) -> Tensor:
 
 def squares_of(gradients: Sequence[Tensor]) -> Tensor:
     """The sum of the squares of each one's elements, as one float64 tensor on their device."""
-    norms = torch._foreach_norm(list(gradients)) if gradients else []
-    return torch.stack(list(norms)).double().square() if norms else torch.zeros(0, dtype=torch.float64)
+    norms = norms_of(gradients) if gradients else ()
+    return torch.stack(norms).double().square() if norms else torch.zeros(0, dtype=torch.float64)
 
 
 def uncut() -> Partition:

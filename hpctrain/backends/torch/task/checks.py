@@ -89,7 +89,8 @@ def model_features(
         ranks: number of data-parallel ranks.
         unsuited: class of an optimizer with unusual state, if any.
     """
-    volumes = [name for name, parameter in model.named_parameters() if parameter.ndim == 5]
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    volumes = [name for name, tensor in tensors if tensor.ndim == 5]
     compiled = [name or "the model" for name, module in model.named_modules() if is_compiled(module)]
     types = {str(one.dtype).removeprefix("torch.") for one in model.parameters() if one.requires_grad}
     half = [one for one in model.parameters() if one.requires_grad and one.dtype.itemsize < 4]

@@ -90,7 +90,8 @@ def compile_layers(layers: Sequence[Module], mode: str | None) -> None:
         if "forward" in vars(layer) or not isinstance(function, FunctionType):
             layer.forward = torch.compile(layer.forward, mode=mode)
             continue
-        structure = type(layer), *((name, one.shape, one.dtype) for name, one in layer.state_dict().items())
+        tensors = (*layer.named_parameters(), *layer.named_buffers())
+        structure = type(layer), *((name, one.shape, one.dtype) for name, one in tensors)
         if structure not in known:
             known[structure] = torch.compile(twin_of(function, len(known)), mode=mode)
         layer.forward = functools.partial(known[structure], layer)  # partial: a copy of the layer calls itself

@@ -102,7 +102,7 @@ def sparse_parameters(model: Module, parts: Sequence[OptimizerPart], mode: str) 
         UserError: SparseAdam updates a parameter that is not a table.
     """
     tables = {
-        id(module._parameters["weight"])
+        id(module._parameters.get("weight"))
         for module in model.modules()
         if isinstance(module, (Embedding, EmbeddingBag)) and module.sparse
     }

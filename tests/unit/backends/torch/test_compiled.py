@@ -166,3 +166,18 @@ def test_what_is_tried_before_the_first_step_is_not_compiled() -> None:
     assert ran and not any(ran)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
     assert framework.facts.flops is not None, "operations are counted"
+
+
+class WithExtraState(nn.Linear):
+    """Adds an object to its ``state_dict``."""
+
+    def get_extra_state(self) -> Any:
+        return {"calls": 0}
+
+    def set_extra_state(self, state: Any) -> None: ...
+
+
+def test_layers_may_have_extra_state() -> None:
+    layers = [WithExtraState(3, 3), WithExtraState(3, 3)]
+    compile_layers(layers, None)
+    assert layers[0].forward.func is layers[1].forward.func, "of equal structure"

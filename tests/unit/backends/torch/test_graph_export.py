@@ -72,3 +72,26 @@ def test_weights_beside_a_large_onnx_graph_are_named_after_it(tmp_path: Path) ->
     save_onnx(save, tmp_path / "model.onnx")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
     assert (tmp_path / "model.onnx").read_text() == "weights: model.onnx.data"
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda model, batch: model(batch["x"]) * batch.get("mask", 1.0),
+        lambda model, batch: masked(model, **batch),
+        lambda model, batch: model(batch["x"]) * dict(batch)["mask"],
+    ],
+    ids=["get", "by name", "as a dict"],
+)
+def test_arrays_are_inputs_however_forward_reads_them(forward: Any, tmp_path: Path) -> None:
+    batch = {"x": BATCH["x"], "mask": np.zeros((2, 1), np.float32)}
+    model = torch.nn.Linear(4, 3)
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    task = TorchTask(model, "mse", torch.optim.SGD(model.parameters(), lr=0.1), train=batch, forward=forward)
+    export_graph(task, tmp_path / "weights.pt", batch, tmp_path / "model.pt2")
+    graph = torch.export.load(tmp_path / "model.pt2").module()
+    assert not graph(*map(torch.from_numpy, batch.values())).any(), "masked"
+
+
+def masked(model: Any, x: torch.Tensor, mask: Any = 1.0) -> torch.Tensor:
+    return model(x) * mask

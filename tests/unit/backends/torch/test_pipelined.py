@@ -6,7 +6,8 @@ import itertools
 import queue
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,17 +20,19 @@ from hpctrain.backends.torch.reduce.reducer import NoReducer
 from hpctrain.backends.torch.state.tensors import TorchTensor
 from hpctrain.backends.torch.steps.update_step import Modes, Parts
 from hpctrain.backends.torch.steps.updates import Passes
+from hpctrain.backends.torch.strategies.exchange import HostExchange
 from hpctrain.backends.torch.strategies.partition import uncut
 from hpctrain.backends.torch.strategies.pipeline.pipeline_strategy import stages_of
 from hpctrain.backends.torch.strategies.pipeline.pipelined import Pipelined
 from hpctrain.backends.torch.strategies.pipeline.stage import Stage
 from hpctrain.backends.torch.strategies.pipeline.stage_state import StageState
 from hpctrain.backends.torch.strategies.pipeline.stages import StageModel, layers_of, staged
+from hpctrain.backends.torch.strategies.pipeline.tied import Tied
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World, alone
 from hpctrain.errors import UserError
 from hpctrain.tasks.definition import TorchTask
-from hpctrain.train.clock import NO_CLOCK
+from hpctrain.train.clock import NO_CLOCK, Neighbours, Waiting
 from hpctrain.train.state import ArrayTensor, Cut, Placement, StateTensor
 from tests.support.thread_groups import Messages, ThreadGroup, in_threads
 
@@ -191,3 +194,18 @@ def test_other_state_of_ranks_is_saved_by_one_stage() -> None:
         2: ["model/1.table", "held/loss/module/count", "rng/held/loss/dict/generator"],
     }
     assert all([one.placement for one in saved_by(stage)].count(Placement.REPLICATED) == 2 for stage in range(3))
+
+
+def test_tied_parameters_may_have_any_memory_order() -> None:
+    def on_a_rank(group: ThreadGroup) -> Tensor:
+        messages = HostExchange(Messages(group), Waiting(NO_CLOCK, Neighbours.PIPELINE))
+        tied = nn.Parameter(torch.zeros(3, 2).t())
+        tied.grad = (torch.arange(6.0) * 10**group.rank).view(3, 2).t()
+        Tied(group.rank, {"table": (0, 1)}, messages).add(
+            cast(Any, SimpleNamespace(summed=lambda: [("table", tied)], forget_norm=lambda: None))
+        )
+        assert tied.grad is not None
+        return tied.grad
+
+    for found in in_threads(2, on_a_rank):
+        torch.testing.assert_close(found, (torch.arange(6.0) * 11).view(3, 2).t())

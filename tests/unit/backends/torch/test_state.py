@@ -255,8 +255,12 @@ def test_a_half_precision_loss_is_summed_in_full_precision() -> None:
 
 
 def test_channels_last_is_refused_by_name_where_there_are_volumes() -> None:
-    with pytest.raises(UserError, match=r"parameter 0\.weight has 5 dimensions"):
+    with pytest.raises(UserError, match=r"0\.weight has 5 dimensions"):
         make_framework(alone(), model=lambda: nn.Sequential(nn.Conv3d(1, 1, 1)), optimizer=sgd, channels_last=True)
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", torch.ones(1, 1, 1, 1, 2))
+    with pytest.raises(UserError, match="mask has 5 dimensions"):
+        make_framework(alone(), model=lambda: model, optimizer=sgd, channels_last=True)
 
 
 class FakeHorovod:

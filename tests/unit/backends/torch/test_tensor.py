@@ -306,3 +306,20 @@ def test_the_page_shows_a_task_that_can_be_cut(tmp_path: Path) -> None:
     assert all(isinstance(word, LayerCut) for word in task.tensor.values())
     words = ["--name", "run", "--task", f"{tmp_path}/task.py:task", "--train.steps", "1", "--train.global_batch", "4"]
     try_task(load(None, [*words, "--parallel.tensor", "2", "--parallel.pipeline", "4"]))
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_replicated_gradients_may_be_sparse(differ: bool) -> None:
+    def on_a_rank(group: Group) -> str:
+        table = nn.Parameter(torch.ones(3, 2))
+        table.grad = torch.sparse_coo_tensor(
+            [[1]], torch.ones(1, 2) + group.rank * differ, (3, 2), check_invariants=False
+        ).coalesce()
+        partition = Partition(TPGroup(group), {"cut": slices_of((4, 4), 0, 1, OneOf(0, 2), OneOf(0, 1))}, frozenset())
+        try:
+            partition.require_whole_gradients([("table", table)], group)
+        except UserError as error:
+            return error.what
+        return ""
+
+    assert all(said.startswith("the gradient of table differs") == differ for said in in_threads(2, on_a_rank))

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from hpctrain import Selected, UserError
+from hpctrain.backends.torch.torch_framework import on_host
+from hpctrain.backends.torch.torch_metrics import to_host
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import alone
 from hpctrain.train.evaluation import evaluate, try_meters
@@ -100,3 +102,10 @@ def test_each_evaluation_begins_afresh_and_half_precision_is_full_for_metrics() 
     right = (outputs.argmax(1) == samples()["y"]).mean()
     assert first.metrics["hits/share"] == pytest.approx(right)
     assert outputs.dtype == np.float32 and first.metrics["median"] == torch.from_numpy(outputs).median()
+
+
+@pytest.mark.parametrize("lazy", [torch.conj, lambda values: values.conj().imag])
+def test_values_that_torch_conjugates_or_negates_later_come_to_the_host(lazy: Any) -> None:
+    values = lazy(torch.tensor([1 + 2j, 3 - 1j]))
+    for found in (to_host(values), on_host(values)):
+        np.testing.assert_array_equal(found, values.resolve_conj().resolve_neg())

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.backends.torch.reduce.reducer import NoReducer
+from hpctrain.backends.torch.reduce.slots import norm_of
 from hpctrain.backends.torch.steps.updates import SEPARATE, Passes, Trained
-from hpctrain.backends.torch.strategies.partition import uncut
+from hpctrain.backends.torch.strategies.partition import squares_of, uncut
 from hpctrain.backends.update import UpdateRule
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import alone
@@ -218,3 +219,30 @@ def test_a_step_launched_before_the_loss_is_read_is_skipped_if_that_is_not_finit
     np.testing.assert_array_equal(weights(), before)
     assert framework.optimizer.state[framework.model[0].weight]["step"] == 2
     framework.close()
+
+
+@pytest.mark.parametrize("factors", [0.5, [0.5, 0.25]])
+def test_groups_that_a_hook_adds_follow_the_schedule(factors: Any) -> None:
+    framework = make_framework(alone(), optimizer=lambda model: torch.optim.SGD(model[0].parameters(), lr=0.1))
+    train(framework, 1)
+    framework.optimizer.add_param_group({"params": list(framework.model[2].parameters()), "lr": 0.2})
+    framework.set_learning_rate(factors)
+    train(framework, 1)
+    assert [group["lr"] for group in framework.optimizer.param_groups] in ([0.05, 0.1], [0.05, 0.05])
+
+
+def test_norms_of_16_bits_have_the_digits_of_32() -> None:
+    gradients = [torch.full((1000,), 1.01, dtype=torch.bfloat16), torch.ones(3, dtype=torch.float64)]
+    wanted = float(torch.cat([one.double() for one in gradients]).norm())
+    assert float(norm_of(gradients)) == pytest.approx(wanted, rel=1e-6), "bfloat16 has 3 digits"
+    assert float(squares_of(gradients[:1]).sum()) == pytest.approx(float(gradients[0].double().norm()) ** 2, rel=1e-6)
+    assert float(norm_of([torch.full((1000,), 3e4, dtype=torch.float16)])) < np.inf
+
+
+def test_the_counter_of_a_scheduler_does_not_watch_steps() -> None:
+    framework = make_framework(alone())
+    torch.optim.lr_scheduler.StepLR(framework.optimizer, 1)
+    trained = framework.parts.trained[""]
+    assert not trained._is_watched
+    framework.optimizer.step = lambda *_: None
+    assert trained._is_watched

@@ -38,7 +38,7 @@ class Tied:
             stages, gradient = self.holders.get(name, ()), one.grad
             if self.stage not in stages or gradient is None:
                 continue
-            parts = {stage: torch.empty_like(gradient) for stage in stages}
+            parts = {stage: torch.empty_like(gradient, memory_format=torch.contiguous_format) for stage in stages}
             parts[self.stage].copy_(gradient)
             fetch = []
             for stage in stages:  # the lower stage of two posts first, as messages in order demand
