@@ -61,6 +61,10 @@ ADVICE = {
     r"argument '(sample|class)_weight'": "Weights are an array of the data, which the loss, or fit_data, takes",
     r"argument 'validation_split'": "Split the arrays, and give validation=",
     r"not compiled with CUDA": "hpctrain moves model and batch to a GPU if there is one: leave .cuda() and .to() out",
+    r"tensors to be on the same device|is on cpu, different from other tensors": (
+        "hpctrain moves the model, modules of the loss, and the batch: make other tensors buffers of such a module, or "
+        "write values.to(outputs.device)"
+    ),
     r"cannot assign to field": "A task's fields are fixed: write task = dataclasses.replace(task, name=value)",
     r"empty parameter list": "Weights are attributes of type nn.Parameter, and lists of layers are nn.ModuleList",
     r"before Module\.__init__\(\) call": "Begin __init__ of the class with super().__init__()",

@@ -14,6 +14,7 @@ from hpctrain.tasks.definition import TorchScheduler, TorchTask
 
 MAKERS: dict[str, TorchScheduler] = {
     "one_cycle": TorchScheduler(lambda optimizer: schedulers.OneCycleLR(optimizer, max_lr=0.1, total_steps=40)),
+    "ends_by_step_3": TorchScheduler(lambda optimizer: schedulers.OneCycleLR(optimizer, max_lr=0.1, total_steps=3)),
     "sequential": TorchScheduler(
         lambda optimizer: schedulers.SequentialLR(
             optimizer,

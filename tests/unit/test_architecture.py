@@ -56,7 +56,7 @@ permission."""
 
 TOKENS: dict[str, int] = {
     "errors": 1026,
-    "system": 13486,
+    "system": 13493,
     "config": 12055,
     "comm": 6043,
     "run": 26429,
@@ -64,7 +64,7 @@ TOKENS: dict[str, int] = {
     "reduce": 12022,
     "train": 14714,
     "tasks": 7527,
-    "backends": 122625,
+    "backends": 122869,
     "checkpoint": 51937,
     "monitor": 32599,
     "track": 6576,

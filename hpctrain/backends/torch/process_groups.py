@@ -305,10 +305,13 @@ class ProcessGroup:
 
     @contextlib.contextmanager
     def explained(self, what: str) -> Iterator[None]:
-        """Converts torch's errors to RunFailed; ``what`` completes "waited for the other ranks to ..."."""
+        """Converts torch's errors, but for out of memory, to RunFailed; ``what`` completes "waited for the other ranks
+        to ..."."""
         begun = time.monotonic()
         try:
             yield
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             with contextlib.suppress(RuntimeError):
                 self.ranks.abort()  # otherwise a GPU operation keeps waiting, and the process cannot exit

@@ -21,6 +21,7 @@ from hpctrain.backends.torch.strategies.strategy import Prepared
 from hpctrain.backends.torch.task.checks import TORCH, judges, try_metrics
 from hpctrain.backends.torch.torch_metrics import to_host
 from hpctrain.comm.group import Group
+from hpctrain.errors import UserError, kind_of
 from hpctrain.tasks.mean_check import require_mean
 from hpctrain.train.evaluation import try_meters
 from hpctrain.train.flops import Flops
@@ -153,7 +154,7 @@ class TorchEvaluator:
         task, compute = self.parts.task, self.parts.compute
         with self._evaluating(), compute.autocast():
             outputs = task.forward(self.passes.called, compute.tensors(batch))
-        return {name: on_host(value) for name, value in named_outputs(outputs).items()}
+        return {name: on_host(value, name) for name, value in named_outputs(outputs).items()}
 
     def try_on(self, batches: Sequence[HostBatch]) -> None:
         """Raises UserError if the loss or a metric fails on one of these batches; skipped without validation."""
@@ -189,6 +190,12 @@ def sum_and_weight(score: Any, samples: int) -> tuple[float, float]:
     return float(score) * samples, float(samples)
 
 
-def on_host(output: torch.Tensor) -> NDArray[Any]:
-    """Converts a tensor to NumPy; bfloat16 becomes float32."""
+def on_host(output: Any, name: str = "output") -> NDArray[Any]:
+    """Converts a tensor to NumPy; bfloat16 becomes float32. Raises UserError if it is none."""
+    if not isinstance(output, torch.Tensor) or output.layout is not torch.strided:
+        kind = f"a tensor of layout {output.layout}" if isinstance(output, torch.Tensor) else kind_of(output)
+        raise UserError(
+            f"{name} of the model's outputs is {kind}, which is no array",
+            "let forward return a dense tensor, or a dict, tuple or list of them, while model.training is False",
+        )
     return (output.float() if output.dtype == torch.bfloat16 else output).numpy(force=True)

@@ -164,6 +164,7 @@ def test_a_plateau_lowers_the_rate_and_is_resumed(tmp_path: Path) -> None:
         ("function", ScheduleConfig(kind="cosine"), "both the run file's schedule and the task's"),
         ("not_one", ScheduleConfig(), r"TorchScheduler\(make\) returned int"),
         ("plateau_by_step", ScheduleConfig(), "ReduceLROnPlateau needs a metric"),
+        ("ends_by_step_3", ScheduleConfig(), "OneCycleLR has total_steps=3, and the run has"),
         ("too_few_factors", ScheduleConfig(), "gives 1 factors for the 2 parameter groups"),
         ("", ScheduleConfig(kind="plateau", plateau=PlateauConfig(metric="f1")), "which the task does not report"),
     ],

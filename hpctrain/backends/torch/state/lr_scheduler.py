@@ -55,6 +55,15 @@ class SchedulerHook(RateHook):
             self.known = step, OwnRates(rates(self.optimizer)[0] / self.initial_rate)
         return self.known[1]
 
+    def before_fit(self, training: Training) -> None:
+        """Raises UserError if the scheduler, such as OneCycleLR, ends before the run does: its next step would fail."""
+        total, steps = getattr(self.scheduler, "total_steps", None), training.plan.total_steps
+        if self.given.every == "step" and total is not None and steps > total:
+            raise UserError(
+                f"{type(self.scheduler).__name__} has total_steps={total}, and the run has {steps} steps",
+                f"make it with total_steps={steps}; a resumed run keeps the number of its checkpoint",
+            )
+
     def after_eval(self, training: Training, metrics: Mapping[str, float]) -> None:
         if self.given.every == "evaluation":
             if not isinstance(self.scheduler, ReduceLROnPlateau):

@@ -35,7 +35,7 @@ from hpctrain.backends.torch.strategies.parameter_traits import unsuited
 from hpctrain.backends.torch.strategies.pipeline.pipelined import pipeline_features
 from hpctrain.backends.torch.strategies.pipeline.stage_schedule import BY_PARAMETERS, StageChoice
 from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy, Updates
-from hpctrain.backends.torch.strategies.tensor import tilings
+from hpctrain.backends.torch.strategies.tensor import has_dropout, tilings
 from hpctrain.backends.torch.task.carried import carried_by
 from hpctrain.backends.torch.task.checks import model_features, require_trainable
 from hpctrain.backends.torch.task.gradient_hooks import require_linear_hooks
@@ -131,11 +131,28 @@ IN_FP32 = (
 )
 
 
+ASLEEP = (
+    "{} of the model is in evaluation mode and stays in it, so its dropout does nothing: transformers' from_pretrained "
+    "returns models so; call .train() on it in the task if it shall drop"
+)
+
+
 def advice_on(train: TrainConfig, model: Module, device: torch.device) -> list[str]:
     """What a run leaves unused of its device and does not ask for."""
     is_fp32 = train.precision == "fp32" and any(one.dtype == torch.float32 for one in model.parameters())
+    said = [ASLEEP.format(name) for name in asleep(model)[:1]]
     unasked = train.matmul is None and not allows_tf32()
-    return [IN_FP32] if is_fp32 and unasked and accelerator.has_tf32(device) else []
+    return said + [IN_FP32] * (is_fp32 and unasked and accelerator.has_tf32(device))
+
+
+def asleep(model: Module) -> list[str]:
+    """Outermost modules in evaluation mode, in a model that is not, that have weights to train and dropout to do."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        is_inside = any(name.startswith(f"{other}.") for other in found)
+        if model.training and not module.training and not is_inside and has_dropout(module):
+            found += [name] if any(one.requires_grad for one in module.parameters()) else []
+    return found
 
 
 def look_at(

@@ -13,9 +13,11 @@ from torch import nn
 
 import hpctrain
 from hpctrain.backends.torch import accelerator
+from hpctrain.backends.torch.process_groups import ProcessGroup
 from hpctrain.backends.torch.state.tensors import digest, fingerprint
 from hpctrain.backends.torch.task import by_name, opening
 from hpctrain.backends.torch.task.task_state import TaskState
+from hpctrain.comm.group import Group
 from hpctrain.config.sections import TrainConfig
 from hpctrain.errors import UserError
 from hpctrain.system.gpus import Gpu
@@ -195,3 +197,21 @@ def test_class_weights_and_modules_of_the_loss_follow_the_outputs() -> None:
     model, loss = nn.Linear(2, 2), by_name.as_loss(nn.BCEWithLogitsLoss(pos_weight=torch.ones(2)), ("x", "y"))
     found = TaskState(torch.optim.SGD(model.parameters()), {"loss": loss}, model).modules_of_functions()
     assert [type(one) for one in found] == [nn.BCEWithLogitsLoss]
+
+
+def test_dropout_that_evaluation_mode_switches_off_is_told() -> None:
+    def pretrained() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), nn.Dropout()).eval()
+
+    def said(model: nn.Module) -> list[str]:
+        return [line.split()[0] for line in opening.advice_on(train(), model, torch.device("cpu"))]
+
+    assert said(nn.ModuleDict({"body": pretrained(), "teacher": pretrained().requires_grad_(False)})) == ["body"]
+    assert said(pretrained()) == [], "the whole model is switched to training"
+    assert said(nn.Sequential(nn.BatchNorm1d(2).eval(), nn.Dropout())) == [], "frozen on purpose"
+
+
+def test_out_of_memory_is_not_told_as_a_rank_that_is_late() -> None:
+    peers = ProcessGroup(Group("data"), None, torch.device("cpu"))
+    with pytest.raises(torch.OutOfMemoryError), peers.explained("add up gradients"):
+        raise torch.OutOfMemoryError("CUDA out of memory")

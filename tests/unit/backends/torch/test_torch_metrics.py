@@ -109,3 +109,9 @@ def test_values_that_torch_conjugates_or_negates_later_come_to_the_host(lazy: An
     values = lazy(torch.tensor([1 + 2j, 3 - 1j]))
     for found in (to_host(values), on_host(values)):
         np.testing.assert_array_equal(found, values.resolve_conj().resolve_neg())
+
+
+@pytest.mark.parametrize(("output", "kind"), [((torch.ones(2),), "a tuple"), (torch.eye(2).to_sparse(), "sparse_coo")])
+def test_outputs_that_are_no_arrays_are_named(output: Any, kind: str) -> None:
+    with pytest.raises(UserError, match=f"past of the model's outputs is .*{kind}"):
+        on_host(output, "past")
