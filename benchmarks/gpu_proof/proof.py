@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from threading import Lock
+from typing import Any
 
 from benchmarks.gpu_proof import page
 from benchmarks.gpu_proof.launch import Found, run_row
@@ -41,22 +43,34 @@ def prove(patterns: Sequence[str], output: Path, minutes: float) -> int:
     began = time.monotonic()
     deadline = began + 60 * minutes
 
-    def run(row: Row) -> Found:
+    too_late = f"not run within {minutes:g} minutes"
+    results = {row.name: Found(row.name, row.what, "skipped", reason=too_late) for row in chosen}
+    machine, writing = facts(), Lock()
+
+    def run(row: Row) -> None:
         left = deadline - time.monotonic()
-        if left < LEAST_S:
-            found = Found(row.name, row.what, "skipped", reason=f"the {minutes:g} minutes are over")
-        else:
-            found = run_row(row, work / row.name, min(row.timeout_s, left))
-        print(page.line(found), flush=True)
-        return found
+        try:
+            found = run_row(row, work / row.name, min(row.timeout_s, left)) if left >= LEAST_S else results[row.name]
+        except Exception as error:  # costs its own row only
+            found = Found(row.name, row.what, "failed", reason=f"{type(error).__name__}: {error}")
+        with writing:
+            if found.status != "failed" or time.monotonic() < deadline:  # the deadline may have ended it
+                results[row.name] = found
+            print(page.line(results[row.name]), flush=True)
+            write()
+
+    def write() -> dict[str, Any]:
+        """Writes and returns what is known: after each row, since this process may be ended, too."""
+        rows = [asdict(one) for one in results.values()]
+        result = {"machine": machine, "seconds": round(time.monotonic() - began, 1), "rows": rows}
+        (output / "gpu-proof.json").write_text(json.dumps(result, indent=1) + "\n")
+        (output / "gpu-proof.md").write_text(page.page(result))
+        return result
 
     with ThreadPoolExecutor(max(1, usable_cores() // CORES_OF_A_ROW)) as pool:
-        together = pool.map(run, [row for row in chosen if not row.alone])
-        found = [*together, *(run(row) for row in chosen if row.alone)]
-    place = {name: number for number, name in enumerate(ROWS)}
-    found.sort(key=lambda one: place[one.name])
-    result = {"machine": facts(), "seconds": round(time.monotonic() - began, 1), "rows": [asdict(one) for one in found]}
-    (output / "gpu-proof.json").write_text(json.dumps(result, indent=1) + "\n")
-    (output / "gpu-proof.md").write_text(page.page(result))
-    print(f"{page.summary(result)}: {output / 'gpu-proof.md'}")
-    return int(any(one.status == "failed" for one in found))
+        list(pool.map(run, [row for row in chosen if not row.alone]))
+    for row in chosen:
+        if row.alone:
+            run(row)
+    print(f"{page.summary(write())}: {output / 'gpu-proof.md'}")
+    return int(any(one.status == "failed" for one in results.values()))
