@@ -20,7 +20,9 @@ import h5py
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format import manifest as manifest_file
 from hpctrain.checkpoint.format.shard_reading import check_shard
+from hpctrain.checkpoint.frozen import FROZEN, FrozenRecord, FrozenSource
 from hpctrain.checkpoint.read_retry import patiently
+from hpctrain.checkpoint.reading import open_source
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.data.formats.hdf5_files import own_dataset
 from hpctrain.errors import UserError
@@ -45,7 +47,7 @@ class VerifyResult:
 
 
 def verify_checkpoint(store: CheckpointStore, step: int) -> VerifyResult:
-    """Check manifest, sizes and checksums, then, for sound shards, that HDF5 reads what the manifest describes."""
+    """Check manifest, sizes, checksums, that HDF5 reads what the manifest describes, and weights in their source."""
     folder, num_bytes = store.folder(step), 0
     problems: list[str] = []
     readable = True
@@ -62,6 +64,12 @@ def verify_checkpoint(store: CheckpointStore, step: int) -> VerifyResult:
                     problems.append(error.what)
             if sound:
                 problems += hdf5_problems(folder, manifest, sound)
+            if FROZEN in manifest.meta:
+                record = FrozenRecord.parse(manifest.meta[FROZEN], f"{folder}, {FROZEN}")
+                try:
+                    FrozenSource(record, (0, 1), open_source).verify()
+                except UserError as error:
+                    problems.append(error.what)
     except layout.DamagedCheckpoint as error:
         problems.append(error.what)
     except (layout.UnreadableCheckpoint, UserError) as error:

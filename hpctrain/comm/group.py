@@ -440,6 +440,7 @@ def to_json(value: Any) -> bytes:
 
 def pieces_of(values: NDArray[Any]) -> Iterator[NDArray[np.uint8]]:
     """The bytes of a C-contiguous array, split into messages that MPI can count."""
+    assert values.flags.c_contiguous, "otherwise these are the bytes of a copy"
     everything = values.reshape(-1).view(np.uint8)
     for begin in range(0, everything.size, LARGEST_BYTES):
         yield everything[begin : begin + LARGEST_BYTES]

@@ -130,8 +130,11 @@ def tell_changes(target: str, config: Config, folder: RunDir) -> None:
 
 def elements_of(args: argparse.Namespace) -> list[Config]:
     """Returns the runs of ``--array``; none without it."""
-    target = Path(args.target)
-    return sweep.elements(str(RunDir(target).run_yaml if target.is_dir() else target), args.overrides, args.array)
+    target, words = Path(args.target), list(args.overrides)
+    if args.array and target.is_dir():  # it may have been moved
+        words += ["--run_dir", str(resolve_run.configured(args.target, args.overrides)[1].path)]
+        target = RunDir(target).run_yaml
+    return sweep.elements(str(target), words, args.array)
 
 
 def send(
@@ -341,6 +344,6 @@ def nodes(args: argparse.Namespace) -> int:
     else:
         entries = listed.entries(now)
     how = "cleared, was to be excluded" if args.clear else "excluded"
-    text = [f"{each.node}: {how} for {(each.until - now) / 3600:.1f} h more: {each.reason}" for each in entries]
+    text = [f"{each.node}: {how} {bad_nodes.left(each, now)}: {each.reason}" for each in entries]
     answer(args.json, [dataclasses.asdict(each) for each in entries], text or ["no node is excluded"])
     return ExitCode.DONE

@@ -99,6 +99,11 @@ def in_hours(hours: float) -> float:
     return min(time.time() + 3600 * hours, LATEST / 2)
 
 
+def left(node: BadNode, now: float) -> str:
+    """Returns how long a node stays on the list, in words."""
+    return "until it is cleared" if node.until >= LATEST / 2 else f"for {(node.until - now) / 3600:.1f} h more"
+
+
 def of_run(run: RunDir) -> BadNodes:
     """Returns the list of one run."""
     return BadNodes(run.monitor, run.path)

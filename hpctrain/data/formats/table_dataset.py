@@ -103,9 +103,18 @@ def read_part(table: Table, part: TablePart, names: Sequence[str]) -> Any:
     def read() -> Any:
         with reading(part.where, str(table.origin["kind"]), table.is_remote):
             rows = pyarrow.Table.from_batches(list(part.scan(names))).combine_chunks()
-        return pyarrow.RecordBatch.from_arrays([rows.column(name).chunk(0) for name in names], names=list(names))
+        return pyarrow.RecordBatch.from_arrays([whole(rows, name, part) for name in names], names=list(names))
 
     return patiently(read)
+
+
+def whole(rows: Any, name: str, part: TablePart) -> Any:
+    """A column of a table with combined chunks as one Arrow array."""
+    column = rows.column(name)
+    if column.num_chunks > 1:
+        fix = "write it again with smaller row groups: pyarrow.parquet.write_table(..., row_group_size=...)"
+        raise UserError(f"{part.where}: column {name!r} has more than 2 GiB of values in a row group", fix)
+    return column.chunk(0)
 
 
 def open_table_dataset(

@@ -70,16 +70,27 @@ def numbers(texts: Any, kind: Any, part: TablePart, name: str, begin: int) -> An
     with contextlib.suppress(pyarrow.ArrowInvalid):
         floats = trimmed.cast(pyarrow.float64())
         if pyarrow.types.is_floating(kind):
+            require_digits(trimmed, floats, part, name, begin)
             return floats
         with contextlib.suppress(pyarrow.ArrowInvalid):
             return trimmed.cast(pyarrow.int64())
         try:  # for example numbers with a plus sign
             return pyarrow.array(np.array(trimmed.to_pylist(), np.int64))
         except (ValueError, OverflowError):
+            require_digits(trimmed, floats, part, name, begin)
             return floats
     row, text = next((row, text) for row, text in enumerate(trimmed.to_pylist()) if not is_number(text))
     fix = "fill in or leave out such rows, or choose columns with --field"
     raise UserError(f"{part.where}: column {name!r} has {text!r} in row {begin + row}, which is not a number", fix)
+
+
+def require_digits(texts: Any, floats: Any, part: TablePart, name: str, begin: int) -> None:
+    """Raise UserError if a whole number, such as an identifier, would be rounded to float64."""
+    for row in np.flatnonzero(np.abs(floats.to_numpy(zero_copy_only=False)) >= 2.0**53).tolist():
+        text = texts[row].as_py()
+        if text.lstrip("+-").isdecimal() and int(text) != float(text):
+            what = f"{part.where}: column {name!r} has {text} in row {begin + row}, which float64 would round"
+            raise UserError(what, "leave it out with --field, or keep the column to whole numbers below 2^63")
 
 
 def is_number(text: str) -> bool:

@@ -88,6 +88,8 @@ def test_another_source_is_refused(
     out = str(begun / "out.safetensors")
     assert main(["ckpt", "export", str(begun / "lora"), "-o", out]) == 64
     assert said in capsys.readouterr().err
+    assert main(["ckpt", "verify", str(begun / "lora")]) == 70
+    assert said in capsys.readouterr().out
 
 
 def test_a_source_on_a_file_server_that_fails_over_is_waited_for(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,6 +154,8 @@ class TestCsv:
         ("content", "what"),
         [
             ("a,b\n1,2\n3,\n", "b.csv: column 'b' has '' in row 1, which is not a number"),
+            ("a\n1\n9007199254740993\n0.5\n", "column 'a' has 9007199254740993 in row 1, which float64 would round"),
+            ("a\n12345678901234567890123\n", "column 'a' has 12345678901234567890123 in row 0, which float64"),
             ("a\n" + "1\n" * 200 + "0x10\n", "column 'a' has '0x10' in row 200, which is not a number"),
             ("a,b\n1,2\n3\n", "b.csv is not CSV, or is damaged: CSV parse error: Row #3: Expected 2 columns, got 1: 3"),
             ('a,b\n1,"2\n3,4\n', "column 'b' has '2\\n3,4' in row 0"),

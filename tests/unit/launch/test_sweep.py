@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import pytest
 
+from hpctrain.commands.jobs import elements_of
 from hpctrain.config.loading import dump
 from hpctrain.errors import UserError
 from hpctrain.launch.sweep import Point, combinations, elements, points_of
@@ -126,6 +128,14 @@ def test_elements_of_an_array_are_points(run_file: str) -> None:
     assert {each.launch.slurm.partition for each in found} == {"a,b"}
     assert [each.run_dir for each in elements(run_file, [], ["seed=7"])] == [str(Path("runs/wave/0").absolute())]
     assert elements(run_file, [], []) == []
+
+
+def test_elements_of_a_moved_array_are_in_its_folder(tmp_path: Path) -> None:
+    (moved := tmp_path / "moved").mkdir()
+    (moved / "run.yaml").write_text(f"name: wave\nrun_dir: {tmp_path}/gone\nlaunch: {{command: [sh]}}\n")
+    for overrides, folder in ([], "moved"), ([f"--run_dir={tmp_path}/other"], "other"):
+        found = elements_of(argparse.Namespace(target=str(moved), overrides=overrides, array=["seed=1,2"]))
+        assert [each.run_dir for each in found] == [f"{tmp_path}/{folder}/{index}" for index in (0, 1)]
 
 
 def test_a_long_list_of_values_is_no_file(run_file: str) -> None:

@@ -148,12 +148,14 @@ def test_the_command_shows_and_clears(tmp_path: Path, capsys: pytest.CaptureFixt
     (run.path / "run.yaml").write_text("name: r\nlaunch: {command: [sh]}\n")
     until = time.time() + 7200
     bad_nodes.of_run(run).add(dataclasses.replace(NODE, until=until), dataclasses.replace(NODE, host="n3", until=until))
+    bad_nodes.of_run(run).add(dataclasses.replace(NODE, host="n4", until=bad_nodes.in_hours(float("inf"))))
     assert cli.main(["nodes", str(run.path), "--json"]) == 0
-    assert [entry["host"] for entry in json.loads(capsys.readouterr().out)] == ["n2.cluster", "n3"]
+    assert [entry["host"] for entry in json.loads(capsys.readouterr().out)] == ["n2.cluster", "n3", "n4"]
     assert cli.main(["nodes", str(run.path), "--clear", "n2"]) == 0
     assert cli.main(["nodes", str(run.path)]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[0].startswith("n2: cleared") and shown[1].startswith("n3: excluded for 2.0 h more: slow")
+    assert shown[2].startswith("n4: excluded until it is cleared: slow")
     assert cli.main(["nodes", str(run.path), "--clear", "n2"]) == ExitCode.USER_ERROR
     assert cli.main(["nodes", str(run.path), "--clear", "all"]) == 0
     assert bad_nodes.of_run(run).entries(time.time()) == []

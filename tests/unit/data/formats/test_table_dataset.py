@@ -12,9 +12,9 @@ import pytest
 from hpctrain import open_dataset
 from hpctrain.data.dataset import Samples
 from hpctrain.data.formats.block_cache import BlockCache
-from hpctrain.data.formats.table_dataset import DecodedPart, open_table_dataset
+from hpctrain.data.formats.table_dataset import DecodedPart, open_table_dataset, whole
 from hpctrain.data.formats.tables import Table, TablePart
-from hpctrain.errors import RunFailed
+from hpctrain.errors import RunFailed, UserError
 
 pyarrow = pytest.importorskip("pyarrow", reason="the extra data is not installed")
 
@@ -47,6 +47,14 @@ class Store:
         dataset = open_table_dataset(Table("s3://here", SCHEMA, parts, origin, True), None, BlockCache(0), ragged, None)
         self.reads = 0
         return dataset
+
+
+def test_a_column_too_large_for_one_array_is_refused() -> None:
+    """Arrow combines text and lists up to 2 GiB; the rest was left out, and the file said to have changed."""
+    rows = pyarrow.table({"text": pyarrow.chunked_array([["a"], ["b"]])})
+    with pytest.raises(UserError, match="part 0: column 'text' has more than 2 GiB of values in a row group"):
+        whole(rows, "text", Store(2).part(0))
+    assert whole(rows.combine_chunks(), "text", Store(2).part(0)).to_pylist() == ["a", "b"]
 
 
 @pytest.fixture(autouse=True)
