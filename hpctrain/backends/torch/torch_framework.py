@@ -195,7 +195,7 @@ def on_host(output: Any, name: str = "output") -> NDArray[Any]:
     if not isinstance(output, torch.Tensor) or output.layout is not torch.strided:
         kind = f"a tensor of layout {output.layout}" if isinstance(output, torch.Tensor) else kind_of(output)
         raise UserError(
-            f"{name} of the model's outputs is {kind}, which is no array",
+            f"{name} of the model's outputs is {kind}, not an array",
             "let forward return a dense tensor, or a dict, tuple or list of them, while model.training is False",
         )
     return (output.float() if output.dtype == torch.bfloat16 else output).numpy(force=True)
