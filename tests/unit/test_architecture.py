@@ -64,7 +64,7 @@ TOKENS: dict[str, int] = {
     "reduce": 12022,
     "train": 14714,
     "tasks": 7527,
-    "backends": 122896,
+    "backends": 123081,
     "checkpoint": 52010,
     "monitor": 32599,
     "track": 6576,

@@ -131,7 +131,9 @@ class TorchState:
         for module in self.parts.model.modules():
             if isinstance(module, Reseeded):
                 module.reseed(rank_seed)
-        if step:  # before the first step, the task's own seeds apply
+        tensor, sum_of = self.parts.world.tensor, self.task_state.generators_checksum
+        # Before the first step, the task's own seeds apply, unless ranks of one model would draw different numbers.
+        if step or (tensor.size > 1 and not tensor.same(sum_of(), "compare random generators")):
             self.task_state.reseed(rank_seed)
 
     def kept_random_state(self) -> contextlib.AbstractContextManager[None]:

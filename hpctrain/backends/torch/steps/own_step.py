@@ -67,8 +67,7 @@ class Live:
             reducer = self.exchanges.of[name]
             self.passes[name] = Passes(reducer, trained.rule.scale, self.global_samples)
             reducer.begin_pass(is_last=False)  # which pass is the last is known only at the update
-        inputs = [parameter for parameter in trained.parameters if parameter.requires_grad]
-        run = functools.partial(torch.autograd.backward, inputs=inputs, retain_graph=retain_graph or None)
+        run = functools.partial(differentiate, trainable(trained.parameters), retain_graph or None)
         with self.setting.compute.autocast(enabled=False):
             self.passes[name].add(score, samples, run)
         self.clock.mark(Phase.BACKWARD)
@@ -132,9 +131,11 @@ class Dry:
     def backward(self, name: str, score: Any, samples: int, retain_graph: bool) -> None:
         self.has_trained = True
         total = score[0] if isinstance(score, tuple) else score
-        parameters = self.setting.trained[name].parameters
+        parameters = trainable(self.setting.trained[name].parameters)
+        if not parameters:  # frozen for now
+            return
         with self.setting.compute.autocast(enabled=False):
-            found = torch.autograd.grad(total, list(parameters), retain_graph=retain_graph or None, allow_unused=True)
+            found = torch.autograd.grad(total, parameters, retain_graph=retain_graph or None, allow_unused=True)
         if all(gradient is None for gradient in found):
             raise UserError(
                 f"the loss given to ctx.backward depends on no parameter of optimizer {name or 'of the task'}"
@@ -280,6 +281,17 @@ class OwnSteps:
         self.guard.close()
 
 
+def trainable(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Those that the step has not frozen."""
+    return [parameter for parameter in parameters if parameter.requires_grad]
+
+
+def differentiate(parameters: list[Tensor], retain_graph: bool | None, total: Tensor) -> None:
+    """Adds the gradients of a loss to those of the parameters, of which there may be none."""
+    if parameters:
+        torch.autograd.backward(total, inputs=parameters, retain_graph=retain_graph)
+
+
 @contextlib.contextmanager
 def no_other_backward(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Raises UserError if code in the body calls a loss's ``backward`` itself."""
@@ -288,7 +300,7 @@ def no_other_backward(parameters: Sequence[Tensor]) -> Iterator[None]:
         what = f"step calls backward of a loss itself{calling_line()}"
         raise UserError(what, "call ctx.backward(loss), so that gradients are averaged over the ranks")
 
-    handles = [parameter.register_post_accumulate_grad_hook(refuse) for parameter in parameters]
+    handles = [parameter.register_post_accumulate_grad_hook(refuse) for parameter in trainable(parameters)]
     try:
         yield
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import random
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -227,9 +228,19 @@ class TaskState:
 
     def reseed(self, seed: int) -> None:
         """Reseeds the held random generators."""
-        stateful = [holder for root in self.roots for holder in self.find(root).stateful.values()]
-        for number, generator in enumerate(one for one in stateful if isinstance(one, Generator)):
+        for number, generator in enumerate(self.generators()):
             generator.reseed(derive(seed, number))
+
+    def generators(self) -> list[Generator]:
+        """The held random generators."""
+        stateful = [holder for root in self.roots for holder in self.find(root).stateful.values()]
+        return [one for one in stateful if isinstance(one, Generator)]
+
+    def generators_checksum(self) -> int:
+        """Checksum of their states."""
+        states = [one.state_dict() for one in self.generators()]
+        texts = [digest([state]) if isinstance(state, Tensor) else repr(state) for state in states]
+        return zlib.crc32("".join(texts).encode())
 
     def _is_end(self, value: Any) -> bool:
         is_saved = id(value) in self.modules or id(value) in self.apart

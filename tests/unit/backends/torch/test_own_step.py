@@ -432,3 +432,22 @@ def test_what_a_step_does_to_parameters_is_undone_after_trials(choice: Any) -> N
         own.train(framework, 1)
         found.append(own.weights(framework))
     np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize("first", [1, 2], ids=["a layer", "all layers"])
+def test_a_step_may_freeze_parameters_at_first(first: int) -> None:
+    def warms_up(ctx: Any, batch: dict[str, Tensor]) -> None:
+        parameters = list(ctx.model.parameters())
+        for parameter in parameters[: len(parameters) * first // 2]:
+            parameter.requires_grad_(ctx.step > 0)
+        ctx.backward(ctx.model(batch["x"].requires_grad_()).square().mean())
+        ctx.update()
+
+    framework = own.make_framework(alone(), lambda: own.one(warms_up))
+    weights = next(framework.model.parameters())
+    before = weights.detach().clone()
+    framework.dry_call(first_batch())
+    own.train(framework, 1)
+    assert torch.equal(weights, before)
+    own.train(framework, 2, begin=1)
+    assert not torch.equal(weights, before)

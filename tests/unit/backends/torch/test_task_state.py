@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 from collections import deque
@@ -20,6 +21,7 @@ from hpctrain.backends.torch.torch_framework import TorchFramework
 from hpctrain.checkpoint.hook import CheckpointHook
 from hpctrain.checkpoint.policy import policy_of
 from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.comm.group import Group
 from hpctrain.comm.world import alone
 from hpctrain.config.sections import CheckpointConfig
 from hpctrain.data.formats.sources import open_dataset
@@ -501,6 +503,21 @@ def test_generators_of_the_tasks_own_begin_other_streams_at_another_number_of_ra
         drawn.append(held)
     changed = {name.split("/")[4] for name in drawn[0] if len({one[name] for one in drawn}) == 3}
     assert changed == {"numpy", "ours", "python"}
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_generators_of_the_tasks_own_draw_the_same_on_ranks_of_one_model(differ: bool) -> None:
+    class Two(Group):
+        def same(self, number: int, *_: Any, **__: Any) -> bool:
+            return not differ
+
+    world = dataclasses.replace(alone(), tensor=Two("tensor"))
+    world.tensor.size = 2
+    framework = make_framework(alone(), loss=noisy())
+    source = dataclasses.replace(framework.source, parts=dataclasses.replace(framework.parts, world=world))
+    before = source.task_state.generators_checksum()
+    source.reseed(0)
+    assert (source.task_state.generators_checksum() != before) == differ
 
 
 def test_a_loss_in_a_global_of_a_function_that_it_calls_resumes() -> None:
