@@ -6,6 +6,8 @@ Pure index arithmetic that depends only on the model, so sums are formed in the 
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,6 +31,9 @@ BUCKET_BYTES, GPU_BUCKET_BYTES, END_BYTES = 8 * 2**20, 25 * 2**20, 2**20
 """Default sizes of buckets: on CPUs, on GPUs, and of the first and last one on GPUs: the first is sent early, and
 backward does not hide the last."""
 
+APART_BYTES = 4 * 2**20
+"""Gradients of this size are summed where autograd left them, if the sum can."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -44,9 +49,27 @@ class Layout:
     """Elements of all gradients including padding; the extra slots begin here."""
     length: int
     """Elements of the whole buffer."""
+    apart: tuple[int, ...] = ()
+    """Indices of parameters whose gradients are sent alone, in the order of their places."""
+
+    def messages(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """Divides this part of the buffer, some whole gradients, into those sent alone and what lies between them."""
+        found = []
+        for index in self.apart:
+            first = self.offsets[index]
+            if begin <= first < end:
+                found += [(begin, first), (first, first + self.sizes[index])]
+                begin = first + aligned(self.sizes[index])
+        return [(first, last) for first, last in [*found, (begin, end)] if first < last]
 
 
-def plan(sizes: Sequence[int], bucket_elements: int | None, extra: int, end_elements: int | None = None) -> Layout:
+def plan(
+    sizes: Sequence[int],
+    bucket_elements: int | None,
+    extra: int,
+    end_elements: int | None = None,
+    apart_elements: float = math.inf,
+) -> Layout:
     """Lays out gradients of these sizes (elements, in parameter order).
 
     Args:
@@ -54,8 +77,8 @@ def plan(sizes: Sequence[int], bucket_elements: int | None, extra: int, end_elem
         bucket_elements: a bucket is closed once it holds this many elements; None puts everything into one.
         extra: number of slots after the gradients, for numbers summed in the same message.
         end_elements: the same as ``bucket_elements`` for the first and the last bucket; None treats them as others.
+        apart_elements: gradients of as many elements are sent alone; they are the first ones of their buckets.
     """
-    offsets = [0] * len(sizes)
     buckets: list[Bucket] = []
     members: list[int] = []
     begin = end = 0
@@ -63,7 +86,6 @@ def plan(sizes: Sequence[int], bucket_elements: int | None, extra: int, end_elem
     first = bucket_elements if end_elements is None else end_elements
     last_from = length if end_elements is None else length - end_elements
     for index in reversed(range(len(sizes))):
-        offsets[index] = end
         end += aligned(sizes[index])
         members.append(index)
         if bucket_elements is None or first is None:
@@ -76,7 +98,12 @@ def plan(sizes: Sequence[int], bucket_elements: int | None, extra: int, end_elem
     else:  # the extra slots go with the last bucket
         last = buckets.pop()
         buckets.append(Bucket(last.begin, end + extra, last.members))
-    return Layout(tuple(offsets), tuple(sizes), tuple(buckets), end, end + extra)
+    apart = {index for index, size in enumerate(sizes) if size >= apart_elements}
+    order = [index for bucket in buckets for index in sorted(bucket.members, key=lambda one: one not in apart)]
+    ends = itertools.accumulate(aligned(sizes[index]) for index in order)
+    offsets = [end - aligned(sizes[index]) for index, end in sorted(zip(order, ends, strict=True))]
+    first_ones = tuple(index for index in order if index in apart)
+    return Layout(tuple(offsets), tuple(sizes), tuple(buckets), end, end + extra, first_ones)
 
 
 def aligned(size: int) -> int:

@@ -110,3 +110,43 @@ def test_tensors_travel_by_groups_of_torch(tmp_path: Path) -> None:
     both = [0.0, 1.0, 2.0, 1.0, 2.0, 3.0]
     wanted = f"{[1.0, 3.0, 5.0]} {both} {[1.0, 3.0, 5.0]}"
     assert mpirun(2, program, warm="torch").stdout.splitlines() == [wanted] * 2
+
+
+@pytest.mark.world_size(2)
+def test_horovod_sums_large_gradients_where_they_are(tmp_path: Path) -> None:
+    program = tmp_path / "apart.py"
+    program.write_text(
+        "import torch\n"
+        "from hpctrain.comm.world import connect\n"
+        "from hpctrain.config.sections import ReduceConfig\n"
+        "from hpctrain.backends.torch.reduce import torch_reducers\n"
+        "from hpctrain.reduce.candidates import Candidate\n"
+        "torch_reducers.APART_BYTES = 2**20\n"
+        "group = connect().data\n"
+        "torch.manual_seed(1)\n"
+        "wide, conv = torch.nn.Linear(513, 700), torch.nn.Conv2d(256, 128, 3)\n"
+        "model = torch.nn.ModuleList([torch.nn.Linear(8, 513), wide, conv.to(memory_format=torch.channels_last)])\n"
+        "def update(reducer, passes, everywhere):\n"
+        "    reducer.begin()\n"
+        "    for number in range(passes):\n"
+        "        torch.manual_seed(10 * group.rank + number)\n"
+        "        reducer.begin_pass(number == passes - 1)\n"
+        "        loss = wide(model[0](torch.randn(4, 8))).square().sum()\n"
+        "        if everywhere or group.rank == 0:\n"  # a rank without a gradient sends zeros from the buffer
+        "            loss = loss + conv(torch.randn(2, 256, 4, 4)).square().sum()\n"
+        "        loss.backward()\n"
+        "    reducer.exchange(1.0)\n"
+        "    return [parameter.grad.clone() for parameter in model.parameters()]\n"
+        "found = {}\n"
+        "for name in ('mpi-overlap', 'horovod-overlap', 'horovod-flat'):\n"
+        "    reducer = torch_reducers.TorchReducers(model, ReduceConfig()).open(Candidate.parse(name), group)\n"
+        "    cases = [(1, True), (1, True), (1, False), (2, True)]\n"
+        "    found[name] = [grad for case in cases for grad in update(reducer, *case)]\n"
+        "    print(name, [part.numel() for part in reducer.flat_gradients.elsewhere.values()])\n"
+        "    reducer.close()\n"
+        "wanted, *others = found.values()\n"
+        "print(*(all(map(torch.equal, wanted, other)) for other in others), len(wanted))\n"
+    )
+    both = "[294912, 359100]"
+    lines = ["mpi-overlap []", f"horovod-overlap {both}", f"horovod-flat {both}", "True True 24"]
+    assert sorted(mpirun(2, program, warm="torch").stdout.splitlines()) == sorted(lines * 2)

@@ -53,6 +53,24 @@ def test_smaller_ends_cover_the_buffer_too(sizes: list[int], bucket: int, end: i
     assert all(a.end == b.begin for a, b in itertools.pairwise(layout.buckets))
 
 
+@given(sizes, st.one_of(st.none(), st.integers(1, 8000)), st.integers(1, 3000))
+def test_large_gradients_are_messages_and_the_rest_of_a_bucket_is_one(
+    sizes: list[int], bucket: int | None, apart: int
+) -> None:
+    layout = plan(sizes, bucket, 16, None, apart)
+    assert sorted(layout.apart) == [index for index, size in enumerate(sizes) if size >= apart]
+    spans = sorted((offset, offset + size) for offset, size in zip(layout.offsets, sizes, strict=True))
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+    for each in layout.buckets:
+        own = [(layout.offsets[i], layout.offsets[i] + sizes[i]) for i in layout.apart if i in each.members]
+        found = layout.messages(each.begin, each.end)
+        assert [one for one in found if one in own] == own and len(found) <= len(own) + 1
+        for i in each.members:
+            where = (layout.offsets[i], layout.offsets[i] + sizes[i])
+            assert not sizes[i] or any(a <= where[0] and where[1] <= b for a, b in found)
+    assert layout.messages(0, layout.length)[-1][1] == layout.length
+
+
 @given(st.integers(0, 100_000), st.integers(1, 64))
 def test_slices_cover_and_are_aligned(length: int, parts: int) -> None:
     found = slices(length, parts)

@@ -18,14 +18,16 @@ from hpctrain.reduce.flat_layout import Layout
 from hpctrain.reduce.row_exchange import RowExchange, SparseRows
 
 Sparse = Literal["auto", "densify", "refuse"]
+AUTOGRADS = 2
+"""Uses of a gradient's memory while autograd accumulates it: what came out of backward, and ``grad``."""
 
 
 class FlatGradients:
     """Copies each gradient into the flat buffer as soon as backward has computed it, while it is still in cache.
 
     Backward runs with ``grad`` None, so autograd hands over its own tensor instead of adding to zeros: copying it takes
-    one pass, where accumulating into a view takes two, and clearing the view another. After the exchange, ``publish``
-    makes each ``grad`` a view of the buffer.
+    one pass, where accumulating into a view takes two, and clearing the view another. Those of ``layout.apart`` stay
+    where they are, unless that memory has other uses. After the exchange, ``publish`` sets each ``grad``.
     """
 
     def __init__(
@@ -35,8 +37,12 @@ class FlatGradients:
         layout: Layout,
         ready: Callable[[int], None],
         sparse: Sparse = "auto",
+        elsewhere: dict[int, torch.Tensor] | None = None,
     ) -> None:
-        """``ready(bucket)`` is called once all gradients of this and all earlier buckets are in the buffer."""
+        """``ready(bucket)`` is called once all gradients of this and all earlier buckets are there.
+
+        ``elsewhere`` holds those that are not in the buffer, in one dimension, by their first element there.
+        """
         self.names = [name for name, _ in parameters]
         self.parameters = [parameter for _, parameter in parameters]
         self.flat = flat
@@ -47,6 +53,9 @@ class FlatGradients:
         ]
         self.ready = ready
         self.sparse = sparse
+        self.elsewhere = {} if elsewhere is None else elsewhere
+        self.places = list(self.views)
+        """Where this update's gradients are."""
         self.bucket_of = [0] * len(parameters)
         for number, bucket in enumerate(layout.buckets):
             for index in bucket.members:
@@ -77,21 +86,30 @@ class FlatGradients:
         for handle in self.handles:
             handle.remove()
         self.handles = []
-        for parameter in self.parameters:
-            parameter.grad = None
+        self._drop()
 
     def begin(self) -> None:
         """Starts an update: drops all gradients, even those of backward passes outside updates (hooks, metrics)."""
         self.restart()
         self.is_under_way = True
+        self._drop()
+
+    def _drop(self) -> None:
+        self.places = list(self.views)
+        self.elsewhere.clear()
         for parameter in self.parameters:
             parameter.grad = None
+
+    def values(self) -> list[torch.Tensor]:
+        """All gradients in one dimension, divided as they are sent."""
+        parts = self.layout.messages(0, self.layout.gradients)
+        return [self.elsewhere.get(begin, self.flat[begin:end]) for begin, end in parts]
 
     def complete(self) -> None:
         """Backward is over: gradients that were not computed become zeros, and all remaining buckets are sent."""
         for index, filled in enumerate(self.filled):
             if not filled:
-                self.views[index].zero_()
+                self.places[index].zero_()
         while self.sent < len(self.layout.buckets):
             self.ready(self.sent)
             self.sent += 1
@@ -99,7 +117,7 @@ class FlatGradients:
     def publish(self, only: Iterable[int] | None = None) -> None:
         """Sets ``grad`` to the sums for all parameters, or those in ``only``; for others and frozen ones, to None."""
         chosen = range(len(self.parameters)) if only is None else set(only)
-        for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+        for index, (parameter, view) in enumerate(zip(self.parameters, self.places, strict=True)):
             grad = view if parameter.dtype == view.dtype else view.to(parameter.dtype)
             parameter.grad = grad if index in chosen and parameter.requires_grad else None
 
@@ -125,12 +143,16 @@ class FlatGradients:
 
     def _take(self, index: int, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
-        view = self.views[index]
+        view = self.places[index]
         if gradient is not view and gradient is not None:
             if gradient.is_sparse:
                 gradient = densify(self.names[index], gradient, self.sparse)
             if self.filled[index]:
                 view.add_(gradient)
+            elif index in self.layout.apart and replaces(gradient, view) and is_own(gradient, parameter):
+                self.places[index] = gradient
+                numbers = as_real(gradient)
+                self.elsewhere[self.layout.offsets[index]] = numbers.as_strided((numbers.numel(),), (1,))
             else:
                 view.copy_(gradient)
             parameter.grad = None
@@ -175,6 +197,22 @@ def view_like(parameter: torch.Tensor, flat: torch.Tensor, offset: int) -> torch
     if torch.empty_like(parameter, device="meta").stride() == parameter.stride():  # dense, in any memory order
         return part.as_strided(parameter.size(), parameter.stride())
     return part.view(parameter.size())
+
+
+def replaces(gradient: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether a gradient could be used in place of its view of the buffer."""
+    return type(gradient) is torch.Tensor and gradient.dtype == view.dtype and gradient.stride() == view.stride()
+
+
+def is_own(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether only autograd uses this memory, asked in a hook of the parameter.
+
+    The gradient of an activation may be the same memory (``x + weight[None]``) and still be needed by backward; and
+    other hooks may keep what they see.
+    """
+    count = getattr(torch._C, "_storage_Use_Count", None)  # old builds for CPUs lack it
+    is_shared = count is None or count(gradient.untyped_storage()._cdata) > AUTOGRADS
+    return not is_shared and len(parameter._post_accumulate_grad_hooks or ()) == 1
 
 
 def watched(parameter: torch.Tensor) -> bool:

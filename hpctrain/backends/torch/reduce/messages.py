@@ -57,14 +57,17 @@ class MessageAllreduce:
         self, sender: Sender, layout: Layout, dtype: torch.dtype, device: torch.device, half: torch.dtype | None
     ) -> None:
         self.sender = sender
-        self.gradients = layout.gradients
+        self.layout, self.gradients = layout, layout.gradients
         self.flat = torch.zeros(layout.length, dtype=dtype, device=device)
+        self.elsewhere: dict[int, Tensor] = {}
+        """See FlatGradients."""
         self.half = torch.zeros(layout.gradients, dtype=half, device=device) if half else None
         self.waits: list[Callable[[], object]] = []
 
     def start(self, begin: int, end: int) -> None:
         if self.half is None:
-            self.waits.append(self.sender.send(self.flat[begin:end], begin))
+            for first, last in self.layout.messages(begin, end):
+                self.waits.append(self.sender.send(self.elsewhere.get(first, self.flat[first:last]), first))
             return
         part = slice(begin, min(end, self.gradients))
         self.half[part].copy_(self.flat[part])

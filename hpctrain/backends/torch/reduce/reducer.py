@@ -283,7 +283,7 @@ class FlatReducer(ByFlatGradients, WithNorm):
         self.flat_gradients.restart()
 
     def gradients(self) -> list[torch.Tensor]:
-        dense = [self.values]
+        dense = self.flat_gradients.values()
         if self.converts:  # then ``grad`` is not always a view of the buffer
             dense = [parameter.grad for parameter in self.flat_gradients.parameters if parameter.grad is not None]
         return [*dense, *self.tables.gradients()]

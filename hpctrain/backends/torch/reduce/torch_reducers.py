@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,7 +20,7 @@ from hpctrain.config.sections import ReduceConfig
 from hpctrain.errors import UserError
 from hpctrain.reduce import horovod_setup
 from hpctrain.reduce.candidates import Candidate, candidates, look_around
-from hpctrain.reduce.flat_layout import BUCKET_BYTES, END_BYTES, GPU_BUCKET_BYTES, SLOTS, plan
+from hpctrain.reduce.flat_layout import APART_BYTES, BUCKET_BYTES, END_BYTES, GPU_BUCKET_BYTES, SLOTS, plan
 from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
 from hpctrain.reduce.streamed_allreduce import PIECE_BYTES
 
@@ -75,7 +76,9 @@ class TorchReducers:
             return NoReducer(parameters, SparseGradients(rows_of), config.sparse, self.needs_norm)
         dtype, device = common_kind(wanted)
         most, ends = bucket_sizes(config, candidate, dtype, device)
-        layout = plan([as_real(one).numel() for _, one in parameters], most, SLOTS, ends)
+        stays = candidate.kind == "horovod" and candidate.compression == "none" and device.type == "cpu"
+        least = APART_BYTES // dtype.itemsize if stays else math.inf
+        layout = plan([as_real(one).numel() for _, one in parameters], most, SLOTS, ends, least)
         sum_: allreduce.TensorAllreduce
         over: ProcessGroup | Group = group
         if candidate.kind == "mpi":
@@ -94,7 +97,8 @@ class TorchReducers:
             end = layout.gradients if reducer.early else layout.length
             sum_.start(layout.buckets[number].begin, min(layout.buckets[number].end, end))
 
-        gradients = FlatGradients(parameters, sum_.flat, layout, ready, config.sparse)
+        elsewhere = sum_.elsewhere if isinstance(sum_, messages.MessageAllreduce) else None
+        gradients = FlatGradients(parameters, sum_.flat, layout, ready, config.sparse, elsewhere)
         tables = SparseGradients(rows_of, over, dtype)
         arrive = sum_.arrive if isinstance(sum_, allreduce.HostTensorAllreduce) and not rows_of else None
         reducer = FlatReducer(candidate.name, parameters, gradients, sum_, tables, arrive, self.needs_norm)

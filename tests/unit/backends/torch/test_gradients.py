@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
-from hpctrain.backends.torch.reduce.gradients import FlatGradients
+from hpctrain.backends.torch.reduce.gradients import FlatGradients, as_real
 from hpctrain.backends.torch.reduce.reducer import FlatReducer, NoReducer
 from hpctrain.errors import UserError
 from hpctrain.reduce.flat_layout import SLOTS, plan
@@ -32,10 +34,10 @@ class Recorder:
 
 
 def make(
-    model: nn.Module, bucket: int | None = None, dtype: torch.dtype = torch.float32
+    model: nn.Module, bucket: int | None = None, dtype: torch.dtype = torch.float32, apart: float = math.inf
 ) -> tuple[FlatReducer, Recorder]:
     parameters = list(model.named_parameters())
-    layout = plan([parameter.numel() for _, parameter in parameters], bucket, SLOTS)
+    layout = plan([as_real(parameter).numel() for _, parameter in parameters], bucket, SLOTS, None, apart)
     recorder = Recorder(layout.length, dtype)
 
     def ready(number: int) -> None:
@@ -143,6 +145,69 @@ def test_gradients_are_autograds_own(bucket: int | None, channels_last: bool) ->
             assert parameter.grad.stride() == parameter.stride()
             assert parameter.grad.untyped_storage().data_ptr() == recorder.flat.untyped_storage().data_ptr()
     assert recorder.finished == 3
+
+
+def is_in(parameter: nn.Parameter, recorder: Recorder) -> bool:
+    assert parameter.grad is not None
+    return parameter.grad.untyped_storage().data_ptr() == recorder.flat.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("bucket", [None, 64])
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_large_gradients_stay_where_autograd_left_them(bucket: int | None, channels_last: bool, passes: int) -> None:
+    model = network()
+    if channels_last:
+        model.to(memory_format=torch.channels_last)
+    reducer, recorder = make(model, bucket, apart=100)
+    kept: list[torch.Tensor] = []
+    for _ in range(3):
+        reducer.begin()
+        for number in range(passes):
+            reducer.last_backward = number == passes - 1
+            loss(model, number).backward()
+        reducer.exchange()
+        kept += [model[3].weight.grad.clone(), model[3].weight.grad]
+        for parameter, wanted in zip(model.parameters(), expected(tuple(range(passes))), strict=True):
+            torch.testing.assert_close(parameter.grad, wanted)
+            assert parameter.grad.stride() == parameter.stride()
+            assert is_in(parameter, recorder) is (parameter.numel() < 100)
+        before = torch.cat([one.grad.flatten() for one in model.parameters()])
+        torch._foreach_mul_(reducer.gradients(), 0.5)
+        torch.testing.assert_close(torch.cat([one.grad.flatten() for one in model.parameters()]), before / 2)
+        model[3].weight.grad.copy_(kept[-2])
+    for copy, one in zip(kept[::2], kept[1::2], strict=True):
+        assert torch.equal(copy, one), "what a program kept of an update is not changed by the next"
+    reducer.begin()
+    model[4].weight.square().sum().backward()
+    reducer.exchange()
+    assert is_in(model[3].weight, recorder) and model[3].weight.grad.abs().sum() == 0
+
+
+def test_complex_gradients_stay_too() -> None:
+    model = nn.ParameterList([torch.ones(60, dtype=torch.complex64)])
+    reducer, recorder = make(model, apart=100)
+    reducer.begin()
+    (model[0] * torch.arange(60)).abs().sum().backward()
+    reducer.exchange()
+    assert not is_in(model[0], recorder)
+    (values,) = [one for one in reducer.gradients() if one.numel() >= 100]
+    assert torch.equal(values, torch.view_as_real(model[0].grad).flatten())
+
+
+@pytest.mark.parametrize("other", ["activation", "hook", "type"])
+def test_large_gradients_whose_memory_has_another_use_are_copied(other: str) -> None:
+    weight = nn.Parameter(torch.ones(128, dtype=torch.float64 if other == "type" else torch.float32))
+    reducer, recorder = make(nn.ParameterList([weight]), apart=100)
+    if other == "hook":
+        weight.register_post_accumulate_grad_hook(lambda _: None)
+    reducer.begin()
+    activation = torch.ones(128, requires_grad=True).exp()[None]  # its gradient is needed behind the weight's
+    value = (activation + weight[None]) if other == "activation" else activation.detach() * weight
+    value.sin().sum().backward()
+    reducer.exchange()
+    assert weight.grad is not None and not reducer.flat_gradients.elsewhere
+    assert torch.equal(recorder.flat[:128].to(weight.dtype), weight.grad)
 
 
 @pytest.mark.parametrize("cleared", [True, False])
