@@ -61,7 +61,7 @@ def deaths(text: str) -> list[Death]:
     begun = text.find("Terminating StepId")
     for line in SRUN.finditer(text):
         host, tasks, how = line.groups()
-        found += [_srun(rank, host, how, -1 < begun < line.start()) for rank in numbers_in(tasks)]
+        found += [_srun(rank, host, how, line.start(), -1 < begun < line.start()) for rank in numbers_in(tasks)]
     return found
 
 
@@ -130,14 +130,16 @@ SRUN_SIGNALS = {
 }
 
 
-def _srun(rank: int, host: str, how: str, ending: bool) -> Death:
+def _srun(rank: int, host: str, how: str, order: int, ending: bool) -> Death:
     """Returns a death reported by srun; ``ending``: srun had already begun to end the step."""
     number = next((number for name, number in SRUN_SIGNALS.items() if how.startswith(name)), None)
     may_be_srun = number in (signal.SIGKILL, signal.SIGTERM)
-    standing = Standing.LATER if ending else Standing.KILLED if may_be_srun else Standing.REPORTED
+    standing = Standing.KILLED if may_be_srun else Standing.REPORTED
+    if ending:
+        standing = Standing.SWEPT if may_be_srun else Standing.LATER
     code = re.match(r"Exited with exit code (\d+)", how)
     exit_code = int(code[1]) if code else None
-    return Death(rank, None, host, number, exit_code, how.startswith("Out Of Memory"), standing)
+    return Death(rank, None, host, number, exit_code, how.startswith("Out Of Memory"), standing, order=order)
 
 
 def _hydra(pid: int, host: str, code: int) -> Death:

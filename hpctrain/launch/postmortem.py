@@ -53,7 +53,7 @@ def may_change(cause: Fact | None, facts: Sequence[Fact]) -> bool:
     elsewhere = bool(hosts - {word.host for word in words if word.rank == cause.rank})
     if isinstance(cause, LastWord):
         return is_victim(cause) and elsewhere
-    return cause.standing is Standing.GONE or (cause.standing > Standing.LEFT and elsewhere)
+    return cause.standing is Standing.GONE or (cause.standing > Standing.KILLED and elsewhere)
 
 
 def facts_of(run_dir: RunDir, attempt: int, words: Sequence[LastWord], text: str, banner: str) -> list[Fact]:
@@ -61,9 +61,9 @@ def facts_of(run_dir: RunDir, attempt: int, words: Sequence[LastWord], text: str
     unreported = {word.rank: word.host for word in words if word.ended is None and word.rank is not None}
     found: list[Fact] = [*words, *launcher_messages.deaths(text + banner)]
     found += [Death(rank, exit_code=0, standing=Standing.LEFT) for rank in launcher_messages.left(text, unreported)]
-    for at, noted, code in map(dataclasses.astuple, noted_deaths(run_dir, attempt)):
+    for at, noted, code, alone in map(dataclasses.astuple, noted_deaths(run_dir, attempt)):
         how = {"signal": -code} if (code or 0) < 0 else {"exit_code": code}
-        found.append(Death(noted, standing=Standing.NOTED, at=at, **how))
+        found.append(Death(noted, standing=Standing.NOTED if alone else Standing.SWEPT, at=at, **how))
     for event in _hangs(run_dir, attempt):
         about = [rank.rank for rank in event.ranks if rank.rank is not None]
         if event.kind == "died":

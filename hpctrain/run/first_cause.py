@@ -7,7 +7,7 @@ import re
 import signal
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum, auto
 
 from hpctrain.errors import Code, ExitCode
@@ -48,17 +48,21 @@ class Standing(IntEnum):
     NODE = auto()
     """The launcher lost a node, or could not start ranks there."""
     NOTED = auto()
-    """A death noted by its node's agent, before all others on that node and before any rank's own error."""
+    """A death noted by its node's agent, before all others on that node and before any rank's own error, and not as
+    one of those that a launcher kills together."""
     REPORTED = auto()
     """A death that the launcher reports and did not cause."""
     SAID = auto()
     """A rank's own error."""
     LAUNCHER = auto()
     """The launcher was killed; its ranks died with it."""
-    KILLED = auto()
-    """A death that the launcher reports and may have caused, or that of a rank that never left a word."""
     LEFT = auto()
     """A rank exited with 0 without a last word, as the launcher reports only other exit codes."""
+    KILLED = auto()
+    """A death that the launcher reports and may have caused, or that of a rank that never left a word."""
+    SWEPT = auto()
+    """A death noted by its node's agent when other processes of the job died there too, or one that the launcher
+    reports while it ends the job: the launcher has probably caused it."""
     CUT_OFF = auto()
     """The monitor could not reach a host, and its ranks left no last word."""
     ABORTED = auto()
@@ -88,6 +92,8 @@ class Death:
     standing: Standing = Standing.REPORTED
     at: float | None = None
     """Unix seconds, if its node's agent noted it."""
+    order: float = field(default=math.inf, compare=False)
+    """Place of the report among the launcher's; infinity if it is not one of several."""
 
     @property
     def cause(self) -> str:
@@ -141,10 +147,10 @@ def first_cause(facts: Collection[Fact]) -> Fact | None:
         if standing is Standing.COMPLAINED:
             until[word.host] = min(until[word.host], _ended(word) + LATE_NOTE_S)
     deaths = _of_deaths([fact for fact in facts if isinstance(fact, Death)], words, until)
-    ranked: list[tuple[Standing, float, float, Fact]] = [
-        *((fact.standing, 0.0, 0.0, fact) for fact in whole),
-        *((standing, _ended(word), _number(word.rank), word) for standing, word in failed),
-        *((each.standing, math.inf if each.at is None else each.at, _number(each.rank), each) for each in deaths),
+    ranked: list[tuple[Standing, tuple[float, float], float, Fact]] = [
+        *((fact.standing, (0.0, 0.0), 0.0, fact) for fact in whole),
+        *((standing, (0.0, _ended(word)), _number(word.rank), word) for standing, word in failed),
+        *((each.standing, _place(each), _number(each.rank), each) for each in deaths),
     ]
     cause = min(ranked, key=lambda each: each[:3])[3] if ranked else None
     return _left_early(cause, words) or cause
@@ -204,9 +210,11 @@ def _of_deaths(reports: Iterable[Death], words: Collection[LastWord], until: Map
             continue
         at = noted[rank]
         how = max(each, key=lambda one: (one.out_of_memory, one.signal or 0, one.exit_code or 0, one.exit_code == 0))
-        standing = _at_most(_of_rank(each, at, at == earliest.get(hosts[rank]), until[hosts[rank]]), how.status)
+        is_first = at == earliest.get(hosts[rank])
+        standing = _at_most(_of_rank(each, at, is_first, until[hosts[rank]], how), how.status)
         standing = standing if rank in of_rank else max(standing, Standing.KILLED)
-        found.append(Death(rank, None, None, how.signal, how.exit_code, how.out_of_memory, standing, at))
+        order = min(one.order for one in each)
+        found.append(Death(rank, None, None, how.signal, how.exit_code, how.out_of_memory, standing, at, order))
     return found
 
 
@@ -222,17 +230,25 @@ def _short(host: str | None) -> str:
     return (host or "").partition(".")[0]
 
 
-def _of_rank(each: Iterable[Death], at: float | None, is_first: bool, until: float) -> Standing:
+def _place(death: Death) -> tuple[float, float]:
+    """Returns what orders deaths of equal standing: of those that may all be the launcher's doing, its own reports."""
+    may_be_its_doing = death.standing in (Standing.KILLED, Standing.SWEPT)
+    return death.order if may_be_its_doing else 0.0, math.inf if death.at is None else death.at
+
+
+def _of_rank(each: Iterable[Death], at: float | None, is_first: bool, until: float, how: Death) -> Standing:
     """Returns the standing of a rank's death, before its exit code is considered.
 
-    Deaths noted by one node's agent are in the right order; those that a launcher reports are not. ``is_first``: no
-    earlier death was noted on the rank's node.
+    Deaths noted by one node's agent are in the right order, unless it noted them together; those that a launcher
+    reports are not. ``is_first``: no earlier death was noted on the rank's node.
     """
     standings = {one.standing for one in each}
+    if Standing.SWEPT in standings and (how.status == 0 or how.signal not in (None, signal.SIGKILL)):
+        standings, is_first = {Standing.NOTED}, True  # not the launcher's doing
     standing = min(standings)
     if at is not None and at >= until:
         standing = Standing.LATER
-    elif not is_first and (at is not None or standing is Standing.KILLED):
+    elif not is_first and (at is not None or standing in (Standing.KILLED, Standing.SWEPT)):
         standing = Standing.REPORTED if Standing.REPORTED in standings else Standing.LATER
     return max(standing, Standing.VICTIM) if Standing.VICTIM in standings else standing
 

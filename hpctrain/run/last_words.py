@@ -293,6 +293,10 @@ class WordReader:
         return safe_read.parse_json(content)
 
 
+TOGETHER = "together"
+"""Ends the line of a death that was not noted alone."""
+
+
 @dataclasses.dataclass(frozen=True)
 class NotedDeath:
     """A rank's death, as its node's agent saw it."""
@@ -302,13 +306,15 @@ class NotedDeath:
     rank: int
     code: int | None = None
     """Exit code, or minus the signal; None if unknown."""
+    alone: bool = True
+    """Whether every other process of the job on its host was alive and not being killed when the death was noted."""
 
 
-def note_death(rank: int, code: int | None = None) -> None:
+def note_death(rank: int, code: int | None = None, alone: bool = True) -> None:
     """Appends a death to this host's file of the attempt; does nothing outside a supervised run. See ``NotedDeath``."""
     folder, attempt = os.environ.get(RUN_DIR), os.environ.get(ATTEMPT)
     if folder and attempt:
-        line = f"{now():.6f} {rank} {'' if code is None else code}\n".encode()
+        line = f"{now():.6f} {rank} {'' if code is None else code} {'' if alone else TOGETHER}\n".encode()
         with contextlib.suppress(OSError):
             # A file per host: clients of NFS that append to one file at the same time overwrite each other's lines.
             path = RunDir(Path(folder)).monitor / f"deaths-{attempt}-{socket.gethostname()}.txt"
@@ -324,8 +330,8 @@ def noted_deaths(run: RunDir, attempt: int) -> list[NotedDeath]:
     found = []
     for line in lines:
         with contextlib.suppress(ValueError):  # a line that was cut off
-            seconds, rank, *code = line.split()
-            found.append(NotedDeath(float(seconds), int(rank), *map(int, code[:1])))
+            (seconds, rank, *code), together = line.removesuffix(TOGETHER).split(), line.endswith(TOGETHER)
+            found.append(NotedDeath(float(seconds), int(rank), next(map(int, code), None), not together))
     return sorted(found, key=lambda noted: (noted.at, noted.rank))
 
 

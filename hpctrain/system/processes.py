@@ -70,9 +70,10 @@ def is_alive(pid: int, born: float) -> bool:
 
 
 def is_ending(pid: int) -> bool:
-    """Whether a process is exiting; it may continue to exist for a while."""
+    """Whether a process is exiting or has been sent SIGKILL; it may continue to exist for a while."""
     with contextlib.suppress(OSError):
-        return bool(int(_stat(pid)[6]) & PF_EXITING)
+        fields = _stat(pid)
+        return bool(int(fields[6]) & PF_EXITING or int(fields[28]) >> signal.SIGKILL - 1 & 1)
     return False
 
 

@@ -77,10 +77,14 @@ def start(network: Network, folder: Path) -> dict[str, str]:
             words, env=os.environ | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
 
+    def done(script: subprocess.Popen[str]) -> tuple[int, str]:
+        said = script.communicate(timeout=PATIENCE_S)[0]
+        return script.returncode, said
+
     def do(*scripts: subprocess.Popen[str]) -> str:
-        said = [each.communicate(timeout=PATIENCE_S)[0] for each in scripts]
-        assert not any(each.returncode for each in scripts), said
-        return said[0]
+        ends = [done(each) for each in scripts]
+        assert not any(code for code, _ in ends), ends
+        return ends[0][1]
 
     def written(name: str, text: str, **values: str) -> Path:
         """Write a configuration file with some keys changed."""
@@ -94,9 +98,10 @@ def start(network: Network, folder: Path) -> dict[str, str]:
     tables |= {"complexes": SHARED / "util/resources/centry", "usersets": SHARED / "util/resources/usersets"}
     lines = [f"{PROGRAMS}/spoolinit classic libspoolc '{cell}/default/common;{cell}/spool' init"]
     lines += [f"{PROGRAMS}/spooldefaults {kind} {source}" for kind, source in tables.items()]
-    lines += [f"{PROGRAMS}/sge_qmaster", f"qconf -ah {','.join(network.names[1:])}"]
-    lines += [f"qconf -as {','.join(network.names)}", f"qconf -Ap {written('mpi', ENVIRONMENT)}"]
-    do(begun(0, "\n".join(lines)))
+    do(begun(0, "\n".join([*lines, f"{PROGRAMS}/sge_qmaster"])))
+    wait_for("answer of the master", lambda: done(begun(0, "qconf -sh"))[0] == 0)  # a daemon before it listens
+    lines = [f"qconf -ah {','.join(network.names[1:])}", f"qconf -as {','.join(network.names)}"]
+    do(begun(0, "\n".join([*lines, f"qconf -Ap {written('mpi', ENVIRONMENT)}"])))
     schedule = written("schedule", do(begun(0, "qconf -ssconf")), **SCHEDULE)
     queue = {"qname": "all.q", "hostlist": " ".join(network.names), "load_thresholds": "NONE", "pe_list": "mpi"}
     queue |= {"slots": "8", "rerun": "TRUE", "notify": "00:00:30"}

@@ -19,6 +19,8 @@ from hpctrain.system.processes import exit_code_of, is_ending
 
 ENDING_S = 1.0
 """Longest wait for a rank that the kernel is ending: its connections close first, so a victim can end before it."""
+PAUSE_S = 0.001
+"""Seconds between two looks at it."""
 
 
 def start(node: Node) -> None:
@@ -40,29 +42,43 @@ def start(node: Node) -> None:
 def watch(node: Node, agent: int) -> None:
     """Notes deaths until every rank that the agent watches has ended.
 
+    A launcher that ends a job kills the node's ranks and the agent at once. So a death that is noted while these live
+    is not its doing, however late it is noted.
+
     Args:
         node: the ranks' node.
         agent: a descriptor that becomes readable when the agent ends.
     """
     lives = {life: pid for pid, life in node.lives.items() if life >= 0}
+    alive = {**lives, agent: os.getppid()}
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         if descriptor not in lives and descriptor != agent:
             with contextlib.suppress(OSError):  # the descriptor of the listing itself
                 os.close(descriptor)
     with selectors.DefaultSelector() as selector:
-        for descriptor in (*lives, agent):
+        for descriptor in alive:
             selector.register(descriptor, selectors.EVENT_READ)
         while lives:
-            ended, last = [key.fd for key, _ in selector.select()], time.monotonic() + ENDING_S
-            while any(is_ending(pid) for fd, pid in lives.items() if fd not in ended) and time.monotonic() < last:
-                ended += [key.fd for key, _ in selector.select(0) if key.fd not in ended]
+            ended, last, ending = take(selector), time.monotonic() + ENDING_S, True
+            while ending and time.monotonic() < last:
+                ending = any(is_ending(pid) for fd, pid in alive.items() if fd not in ended)
+                ended += take(selector, PAUSE_S if ending else 0)  # whoever ended and was reaped before that look
             codes = {fd: exit_code_of(lives[fd], fd) for fd in ended if fd in lives}
+            alone = len(ended) == 1 and not ending
             for fd in sorted(ended, key=lambda fd: is_victim(codes.get(fd))):
-                selector.unregister(fd)
+                del alive[fd]
                 if fd in lives:
-                    note(node, lives.pop(fd), codes[fd])
+                    note(node, lives.pop(fd), codes[fd], alone)
                 elif fd == agent:
                     lives = {life: pid for life, pid in lives.items() if not has_finished(node, pid)}
+
+
+def take(selector: selectors.BaseSelector, timeout_s: float | None = None) -> list[int]:
+    """Returns the descriptors that have become readable, in that order, and stops to watch them."""
+    found = [key.fd for key, _ in selector.select(timeout_s)]
+    for descriptor in found:
+        selector.unregister(descriptor)
+    return found
 
 
 def is_victim(code: int | None) -> bool:
@@ -78,8 +94,8 @@ def has_finished(node: Node, pid: int) -> bool:
     return all(head[STATE] == FINISHED for head in node.reader.heads() if int(head[PID]) == pid)
 
 
-def note(node: Node, pid: int, code: int | None) -> None:
+def note(node: Node, pid: int, code: int | None, alone: bool) -> None:
     """Records the death of a rank, unless it had not joined or had finished. See ``NotedDeath``."""
     for rank, head in zip(node.ranks, node.reader.heads(), strict=True):
         if int(head[PID]) == pid and head[STATE] not in (JOINING, FINISHED):
-            note_death(int(rank), code)
+            note_death(int(rank), code, alone)

@@ -158,7 +158,8 @@ def test_victims_that_srun_reports_first_are_no_culprits() -> None:
         "srun: error: n2: task 3: Killed\n"
         "srun: error: n1: tasks 0-1: Killed\n"
     )
-    assert [death.standing for death in deaths(text)] == [Standing.REPORTED, *[Standing.LATER] * 3]
+    assert [death.standing for death in deaths(text)] == [Standing.REPORTED, *[Standing.SWEPT] * 3]
+    assert first_cause(deaths(text)) == Death(3, signal=9, standing=Standing.SWEPT), "reported before the other node's"
 
 
 def test_whom_mpi_ended_after_another_rank_is_no_culprit() -> None:

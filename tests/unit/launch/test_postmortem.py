@@ -311,8 +311,10 @@ def test_a_line_that_was_cut_off_is_ignored(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.create()
     run.monitor.mkdir(exist_ok=True)
-    (run.monitor / "deaths-1-n1.txt").write_text("12.5 4 -9\n11.0 2 \n13.")
-    assert noted_deaths(run, 1) == [NotedDeath(11.0, 2), NotedDeath(12.5, 4, -9)]
+    lines = "12.5 4 -9 \n11.0 2  \n12.6 0 14 together\n12.7 1  together\n13."
+    (run.monitor / "deaths-1-n1.txt").write_text(lines)
+    together = [NotedDeath(12.6, 0, 14, False), NotedDeath(12.7, 1, None, False)]
+    assert noted_deaths(run, 1) == [NotedDeath(11.0, 2), NotedDeath(12.5, 4, -9), *together]
 
 
 RUNNING = LastWord(1, socket.gethostname(), 7, 0.0, 0.0)

@@ -291,9 +291,32 @@ def test_of_ranks_that_end_together_the_one_that_no_launcher_has_ended_is_noted_
         ranks[number].send_signal(signal.SIGKILL if number == killed else signal.SIGTERM)
         wait_for("its end", lambda number=number: processes.look(ranks[number].pid, 0) == "Z")
     monkeypatch.setattr("hpctrain.monitor.node.death_watch.os.listdir", lambda folder: [])
-    monkeypatch.setattr("hpctrain.monitor.node.death_watch.note", lambda node, pid, code: noted.append((pid, code)))
+    monkeypatch.setattr("hpctrain.monitor.node.death_watch.note", lambda node, *death: noted.append(death))
     death_watch.watch(SimpleNamespace(lives=lives), agent)  # type: ignore[arg-type]
-    assert noted == [(ranks[killed].pid, -signal.SIGKILL), (ranks[1 - killed].pid, -signal.SIGTERM)]
+    assert noted == [(ranks[killed].pid, -signal.SIGKILL, False), (ranks[1 - killed].pid, -signal.SIGTERM, False)]
+    for rank in ranks:
+        rank.wait()
+    for descriptor in (*lives.values(), agent, still_there):
+        os.close(descriptor)
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfds")
+def test_a_death_is_noted_as_alone_if_the_other_ranks_and_the_agent_live_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, noted = [subprocess.Popen(["sleep", "600"]) for _ in range(3)], []
+    lives, (agent, still_there) = {rank.pid: os.pidfd_open(rank.pid) for rank in ranks}, os.pipe()
+
+    def note(node: object, *death: object) -> None:
+        noted.append(death)
+        for rank in ranks:
+            rank.kill()
+
+    monkeypatch.setattr("hpctrain.monitor.node.death_watch.os.listdir", lambda folder: [])
+    monkeypatch.setattr("hpctrain.monitor.node.death_watch.note", note)
+    monkeypatch.setattr("hpctrain.monitor.node.death_watch.ENDING_S", PATIENCE_S)
+    ranks[1].kill()
+    death_watch.watch(SimpleNamespace(lives=lives), agent)  # type: ignore[arg-type]
+    assert noted[0] == (ranks[1].pid, -signal.SIGKILL, True)
+    assert sorted(noted[1:]) == sorted((ranks[rank].pid, -signal.SIGKILL, False) for rank in (0, 2))
     for rank in ranks:
         rank.wait()
     for descriptor in (*lives.values(), agent, still_there):
@@ -316,9 +339,9 @@ def test_a_rank_that_the_kernel_still_ends_is_awaited_before_its_victims_death_i
     monkeypatch.setattr("hpctrain.monitor.node.death_watch.is_ending", is_ending)
     monkeypatch.setattr("hpctrain.monitor.node.death_watch.ENDING_S", PATIENCE_S)
     monkeypatch.setattr("hpctrain.monitor.node.death_watch.os.listdir", lambda folder: [])
-    monkeypatch.setattr("hpctrain.monitor.node.death_watch.note", lambda node, pid, code: noted.append(pid))
+    monkeypatch.setattr("hpctrain.monitor.node.death_watch.note", lambda node, *death: noted.append(death))
     death_watch.watch(SimpleNamespace(lives=lives), agent)  # type: ignore[arg-type]
-    assert noted == [ranks[1].pid, ranks[0].pid]
+    assert noted == [(ranks[1].pid, -signal.SIGKILL, False), (ranks[0].pid, -signal.SIGTERM, False)]
     for rank in ranks:
         rank.wait()
     for descriptor in (*lives.values(), agent, still_there):

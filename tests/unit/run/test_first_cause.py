@@ -33,9 +33,14 @@ def program(rank: int, code: int, ended: float, said: str = "") -> LastWord:
     return dataclasses.replace(ending(running(rank), "python", code, False, said), ended=ended)
 
 
-def noted(rank: int, code: int, at: float) -> Death:
+def noted(rank: int, code: int, at: float, standing: Standing = Standing.NOTED) -> Death:
     number, exit_code = (-code, None) if code < 0 else (None, code)
-    return Death(rank, signal=number, exit_code=exit_code, standing=Standing.NOTED, at=at)
+    return Death(rank, signal=number, exit_code=exit_code, standing=standing, at=at)
+
+
+def swept(rank: int, code: int, at: float) -> Death:
+    """Noted as others of its node died too."""
+    return noted(rank, code, at, Standing.SWEPT)
 
 
 def gone(*ranks: int) -> list[Death]:
@@ -69,6 +74,12 @@ SRUN = (
     "srun: error: n2: task 3: Segmentation fault\n"
     "srun: launch/slurm: _step_signal: Terminating StepId=57.1\n"
     "srun: error: n2: task 2: Killed\n"
+)
+ENDING = "srun: launch/slurm: _step_signal: Terminating StepId=56.1\n"
+SRUN_AFTER = f"srun: error: n2: tasks 2-3: Killed\n{ENDING}srun: error: n1: task 1: Killed\n"
+SRUN_OUT_OF_ORDER = (
+    f"srun: error: n1: task 0: Exited with exit code 14\n{ENDING}"
+    "srun: error: n2: task 3: Killed\nsrun: error: n1: task 1: Killed\nsrun: error: n2: task 2: Killed\n"
 )
 
 CASES = {
@@ -116,6 +127,42 @@ CASES = {
     ),
     "one that srun may have killed, if others only complain": Case(
         1, "SIGKILL", [running(1, "n2"), *deaths("srun: error: n2: task 1: Killed\n")], [failed(0, GLOO, 1.0)]
+    ),
+    "a kill on a node whose agent was killed too, and another node's agent that noted how its ranks were": Case(
+        2,
+        "SIGKILL",
+        [running(2, "n2"), deaths(SRUN_AFTER)[0]],
+        [running(1), swept(1, -9, 1.0), swept(0, 14, 1.1), deaths(SRUN_AFTER)[2]],
+    ),
+    "a kill that srun reports among its own, all of which come after a victim": Case(
+        3,
+        "SIGKILL",
+        [running(3, "n2"), deaths(SRUN_OUT_OF_ORDER)[1]],
+        [running(1), swept(1, -9, 1.0), *deaths(SRUN_OUT_OF_ORDER)[::2]],
+    ),
+    "a kill that is noted late but alone, after another node's ranks were noted together": Case(
+        3,
+        "SIGKILL",
+        [running(3, "n2"), noted(3, -9, 1.5)],
+        [running(1), swept(1, -9, 1.0), *deaths(SRUN_AFTER)[1:]],
+    ),
+    "a kill that is noted together with those who lost their peer": Case(
+        1, "SIGKILL", [running(1), swept(1, -9, 1.0)], [running(0), swept(0, 14, 1.1), swept(2, -15, 1.2)]
+    ),
+    "a rank that leaves with 0, noted together with one that srun kills": Case(
+        1,
+        "exited during the run",
+        [running(1), swept(1, 0, 1.1)],
+        [running(0), swept(0, -9, 1.0), running(2, "n2"), deaths(SRUN_AFTER)[0]],
+    ),
+    "a rank that leaves with 0, as srun reports all but that one": Case(
+        1,
+        "exited during the run",
+        [running(1), Death(1, exit_code=0, standing=Standing.LEFT)],
+        [running(0), *deaths("srun: error: n1: task 0: Killed\n"), running(2, "n2"), deaths(SRUN_AFTER)[0]],
+    ),
+    "a crash, noted together with a kill": Case(
+        1, "SIGSEGV", [running(1), swept(1, -11, 1.1)], [running(0), swept(0, -9, 1.0)]
     ),
     "a rank that leaves in mid-run with exit code 0": Case(
         1,

@@ -152,7 +152,9 @@ def test_folders_of_killed_processes_go_and_those_of_others_stay(tmp_path: Path)
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfds")
 @pytest.mark.parametrize(("words", "code"), [(["sleep", "600"], -signal.SIGKILL), (["sh", "-c", "exit 14"], 14)])
-def test_how_a_process_ended_is_known_to_others_than_its_parent(words: list[str], code: int) -> None:
+def test_how_a_process_ended_is_known_to_others_than_its_parent(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], code: int
+) -> None:
     child = subprocess.Popen(words)
     life = os.pidfd_open(child.pid)
     if code < 0:
@@ -165,3 +167,5 @@ def test_how_a_process_ended_is_known_to_others_than_its_parent(words: list[str]
     assert not processes.is_ending(child.pid), "it has gone"
     assert processes.exit_code_of(child.pid, life) in (code, None), "only Linux from 6.15 on still knows"
     os.close(life)
+    monkeypatch.setattr(processes, "_stat", lambda pid: [*"S00000", "0", *["0"] * 21, str(1 << 8)])
+    assert processes.is_ending(child.pid), "SIGKILL is pending"
