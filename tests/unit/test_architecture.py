@@ -64,7 +64,7 @@ TOKENS: dict[str, int] = {
     "reduce": 12260,
     "train": 14714,
     "tasks": 7527,
-    "backends": 123480,
+    "backends": 123559,
     "checkpoint": 52010,
     "monitor": 32666,
     "track": 6576,

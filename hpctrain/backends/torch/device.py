@@ -84,7 +84,9 @@ class Compute:
     def staging(self, num_bytes: int, given: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
         """Allocates zeroed host memory, page-locked if the model is on a GPU. Raises MemoryError if it fails."""
         try:
-            memory = torch.zeros(num_bytes, dtype=torch.uint8) if given is None else torch.from_numpy(given)
+            memory = (
+                torch.zeros(num_bytes, dtype=torch.uint8, device="cpu") if given is None else torch.from_numpy(given)
+            )
             buffer = memory.numpy()
             if self.device.type != "cpu":  # torch would round page-locked memory up to a power of two and cache it
                 accelerator.pin(memory, self.device)

@@ -101,6 +101,6 @@ def open_tensor_allreduce(
     candidate: Candidate, group: Group, layout: Layout, dtype: torch.dtype, device: torch.device
 ) -> tuple[Candidate, TensorAllreduce]:
     """Opens an MPI candidate's sum; returns it with the candidate used: flat if shared memory is impossible."""
-    buffer_dtype = torch.empty(0, dtype=dtype).numpy().dtype
+    buffer_dtype = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
     candidate, host = open_host_allreduce(candidate, group, layout.length, buffer_dtype, CODECS)
     return candidate, HostTensorAllreduce(host) if device.type == "cpu" else StagedTensorAllreduce(host, device)

@@ -245,7 +245,7 @@ class SparseGradients:
         if isinstance(over, ProcessGroup):
             self.rows = GroupRows(over, shapes, dtype)
         elif over is not None and parameters:
-            self.rows = RowExchange(over, shapes, torch.empty(0, dtype=dtype).numpy().dtype)
+            self.rows = RowExchange(over, shapes, torch.empty(0, dtype=dtype, device="cpu").numpy().dtype)
         checks = torch.sparse.check_sparse_tensor_invariants
         if parameters and not checks.is_enabled():
             checks.disable()  # the default, but explicit: otherwise PyTorch's own optimizers warn

@@ -51,7 +51,7 @@ def norms_of(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def norm_of(tensors: Sequence[Tensor]) -> Tensor:
     """L2 norm over all elements of all tensors, on their device."""
     if not tensors:
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
     norms = norms_of(tensors)
     return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
 

@@ -79,7 +79,7 @@ class HostExchange:
 
     def sum(self, values: Tensor, dtype: torch.dtype, what: str) -> Tensor:
         own = values.detach().to("cpu", dtype).resolve_conj().resolve_neg().contiguous()
-        total = torch.empty(own.shape, dtype=dtype)
+        total = torch.empty(own.shape, dtype=dtype, device="cpu")
         with self.waiting:
             if self.window:
                 self.window.sum(own.view(-1).numpy(), total.view(-1).numpy(), what)

@@ -228,7 +228,7 @@ def values_of(gradient: Tensor) -> Tensor:
 def squares_of(gradients: Sequence[Tensor]) -> Tensor:
     """The sum of the squares of each one's elements, as one float64 tensor on their device."""
     norms = norms_of(gradients) if gradients else ()
-    return torch.stack(norms).double().square() if norms else torch.zeros(0, dtype=torch.float64)
+    return torch.stack(norms).double().square() if norms else torch.zeros(0, dtype=torch.float64, device="cpu")
 
 
 def uncut() -> Partition:

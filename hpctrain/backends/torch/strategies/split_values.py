@@ -36,7 +36,7 @@ OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 def own_stream(rank: int, device: torch.device) -> Iterator[None]:
     """A context in which each rank of a group draws different random numbers; before, they must draw the same."""
     generators = accelerator.generators(device)
-    seed = derive(int(torch.randint(2**62, ())), rank)
+    seed = derive(int(torch.randint(2**62, (), device="cpu")), rank)
     states = [generator.get_state() for generator in generators]
     for generator in generators:
         generator.manual_seed(seed)

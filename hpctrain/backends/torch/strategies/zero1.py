@@ -236,7 +236,7 @@ class ShardedReducers:
             layout = replace(layout, buckets=plan(layout.sizes, most, SLOTS, ends).buckets)
             exchange = GroupSharded(peers_of(group, device), layout, ranges, dtype, device)
         else:
-            host_dtype = torch.empty(0, dtype=dtype).numpy().dtype
+            host_dtype = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
             host = open_sharded_exchange(group, layout.length, layout.gradients, host_dtype, ranges)
             if device.type == "cpu":
                 exchange = HostSharded(host, layout)

@@ -125,7 +125,7 @@ SCALAR = "return its mean over the samples, a scalar, or (sum, weight), two scal
 def read(score: Any, samples: int) -> tuple[float, float, float]:
     """See mean_check.LossReader."""
     total, weight = score if isinstance(score, tuple) else (score * samples, samples)
-    total = torch.as_tensor(total).detach()
+    total = torch.as_tensor(total, device=None if isinstance(total, Tensor) else "cpu").detach()
     return float(total), float(weight), TOLERANCE_16_BITS if total.dtype.itemsize < 4 else TOLERANCE
 
 

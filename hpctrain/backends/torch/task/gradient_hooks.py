@@ -72,7 +72,8 @@ def is_linear(parameter: Parameter, hook: Callable[[Tensor], Tensor | None]) -> 
     tolerance = TOLERANCE_16_BITS if parameter.dtype.itemsize < 4 else TOLERANCE
     for scale in SCALES:
         first, second = (
-            scale * torch.randn(parameter.shape, generator=random, dtype=parameter.dtype).to(parameter.device)
+            scale
+            * torch.randn(parameter.shape, generator=random, dtype=parameter.dtype, device="cpu").to(parameter.device)
             for _ in range(2)
         )
         try:

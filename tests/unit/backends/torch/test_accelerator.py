@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +16,22 @@ import hpctrain
 from hpctrain.backends.torch import accelerator
 from hpctrain.backends.torch.process_groups import ProcessGroup
 from hpctrain.backends.torch.state.tensors import digest, fingerprint
+from hpctrain.backends.torch.strategies.exchange import HostExchange
+from hpctrain.backends.torch.strategies.pipeline.stage import Stage
+from hpctrain.backends.torch.strategies.split_values import own_stream
 from hpctrain.backends.torch.task import by_name, opening
+from hpctrain.backends.torch.task.gradient_hooks import require_linear_hooks
 from hpctrain.backends.torch.task.task_state import TaskState
 from hpctrain.comm.group import Group
+from hpctrain.comm.world import alone
 from hpctrain.config.sections import TrainConfig
 from hpctrain.errors import UserError
 from hpctrain.system.gpus import Gpu
+from hpctrain.train.clock import NO_CLOCK, Neighbours, Waiting
+from hpctrain.train.stateful import value_of
+from tests.support.thread_groups import Messages, ThreadGroup
+from tests.tasks.torch_tasks import global_batches, make_framework, noisy_model
+from tests.tasks.torch_tasks import train as train_steps
 
 PACKAGE = Path(hpctrain.__file__).parent
 
@@ -215,3 +226,32 @@ def test_out_of_memory_is_not_told_as_a_rank_that_is_late() -> None:
     peers = ProcessGroup(Group("data"), None, torch.device("cpu"))
     with pytest.raises(torch.OutOfMemoryError), peers.explained("add up gradients"):
         raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize(
+    "keys", [{"clip_norm": 0.1, "ema_decay": 0.9}, {"precision": "fp16"}, {"sync_batchnorm": True}]
+)
+def test_a_task_may_set_the_default_device(keys: dict[str, Any]) -> None:
+    """What hpctrain keeps on the host stays there. Here it is the meta device, where no value can be read."""
+    framework, batch = make_framework(alone(), noisy_model, **keys), next(global_batches(1))
+    torch.set_default_device("meta")
+    try:
+        framework.dry_call(batch, [batch])
+        losses = train_steps(framework, 2)
+        framework.evaluate(batch)
+        framework.load({tensor.name: value_of(tensor) for tensor in framework.state()})
+        assert not framework.host.staging(3).any()
+        nn.init.ones_(weights := nn.Parameter(torch.empty(2, device="cpu")))
+        weights.register_hook(lambda gradient: gradient * 2)
+        require_linear_hooks(nn.ParameterList([weights]))
+        messages = HostExchange(
+            Messages(ThreadGroup(0, [None], threading.Barrier(1))), Waiting(NO_CLOCK, Neighbours.PIPELINE)
+        )
+        stage = Stage(messages.group, torch.device("cpu"), exchange=messages)
+        stage.send(torch.ones(2, device="cpu"), 0, 0)
+        assert stage.receive(0, 0, "").value.sum() == 2
+        with own_stream(1, torch.device("cpu")):
+            pass
+    finally:
+        torch.set_default_device(None)
+    assert losses == train_steps(make_framework(alone(), noisy_model, **keys), 2)

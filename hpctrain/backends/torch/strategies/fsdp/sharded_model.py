@@ -92,7 +92,7 @@ def shard_groups(world: World, device: torch.device, by_node: bool) -> ShardGrou
             "different samples",
             "start the same number of ranks, more than one, on each node; or leave parallel.shard_within out",
         )
-    mesh = DeviceMesh(device.type, torch.tensor(members), mesh_dim_names=("copies", "rows"))
+    mesh = DeviceMesh(device.type, torch.tensor(members, device="cpu"), mesh_dim_names=("copies", "rows"))
     rows = data.split_by("rows", lambda rank: copies.index(nodes[rank]))
     return ShardGroups(data, rows, copies.index(world.node), len(members), mesh)
 

@@ -137,7 +137,7 @@ class Timed:
 
     def _cut_off(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Tensors as if they had been received from another rank."""
-        anchor = torch.empty(0, requires_grad=True)
+        anchor = torch.empty(0, requires_grad=True, device="cpu")
         cut_off = [one.detach() for one in tensors]
         entering = [number for number, one in enumerate(tensors) if one.requires_grad]
         if entering:

@@ -108,8 +108,8 @@ class Stage:
         structure = json.dumps(described(value, tensors)).encode()
         text = b"" if self.sent_structures.get((rank, tag)) == structure else structure
         self.sent_structures[rank, tag] = structure
-        self.host.post(torch.tensor([len(text)]), rank, tag)
-        self.host.post(torch.tensor(list(text), dtype=torch.uint8), rank, tag)
+        self.host.post(torch.tensor([len(text)], device="cpu"), rank, tag)
+        self.host.post(torch.tensor(list(text), dtype=torch.uint8, device="cpu"), rank, tag)
         for tensor in tensors:  # the task may change one without gradient in place while it is being sent
             self.exchange.post(tensor if wants_gradient(tensor) else tensor.clone(), rank, tag)
         return [tensor for tensor in tensors if wants_gradient(tensor)]
@@ -122,7 +122,7 @@ class Stage:
             finish(what)
         entered, gradients = [tensors[number] for number in wanting], list[Tensor]()
         if entered:
-            anchor = torch.empty(0, requires_grad=True)
+            anchor = torch.empty(0, requires_grad=True, device="cpu")
             through = Entered.apply(anchor, entered, gradients)  # type: ignore[no-untyped-call]
             for number, tensor in zip(wanting, cast(tuple[Tensor, ...], through), strict=True):
                 tensors[number] = tensor
@@ -167,10 +167,10 @@ class Stage:
 
     def _begin(self, rank: int, tag: int, what: str) -> Coming:
         """Receives a value's description, and begins to receive its tensors."""
-        length = torch.empty(1, dtype=torch.int64)
+        length = torch.empty(1, dtype=torch.int64, device="cpu")
         self.host.expect(length, rank, tag)(what)
         if int(length):
-            text = torch.empty(int(length), dtype=torch.uint8)
+            text = torch.empty(int(length), dtype=torch.uint8, device="cpu")
             self.host.expect(text, rank, tag)(what)
             self.received_structures[rank, tag] = text.numpy().tobytes()
         structure = json.loads(self.received_structures[rank, tag])
