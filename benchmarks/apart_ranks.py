@@ -30,7 +30,7 @@ class Run:
     """A model trained by a contender.
 
     Args:
-        contender: local, by-speed, or a variant of reducer mpi.
+        contender: local, or a variant of reducer mpi.
         model: name of a model of the step benchmark.
         world: the ranks.
         pause_s: seconds that this rank sleeps in each forward pass.
@@ -41,8 +41,8 @@ class Run:
         self.problem.model.register_forward_pre_hook(lambda *_: time.sleep(pause_s))
         self.samples = samples_of(self.problem.batch)
         self.progress = TrainState()
-        self.apart = contender in ("local", "by-speed")
-        sync = SyncConfig(kind="local", every_steps=ROUND, by_speed=contender == "by-speed")
+        self.apart = contender == "local"
+        sync = SyncConfig(kind="local", every_steps=ROUND)
         inner = inner_world(world, sync) if self.apart else world
         train = TrainConfig(steps=1, global_batch=self.samples * world.size)
         config = Config(name="bench", task="bench:step", train=train)

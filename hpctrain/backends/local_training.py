@@ -6,7 +6,6 @@ The updates are made by a framework whose data-parallel group is this rank alone
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -19,7 +18,7 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.config.sections import SyncConfig
 from hpctrain.errors import Code, NoRequeue
-from hpctrain.reduce.outer_step import Flat, FlatSums, OuterStep, Pace, is_due
+from hpctrain.reduce.outer_step import Flat, FlatSums, OuterStep, is_due
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.train.framework import (
     Facts,
@@ -37,14 +36,14 @@ from hpctrain.train.schedule import Factors
 from hpctrain.train.state import ArrayTensor, Placement, StateTensor, TrainState
 from hpctrain.train.stateful import make_equal, value_of
 
-OUTER, VELOCITY, AHEAD, COMING, UNDER_WAY, PACE = (
-    f"sync/{name}" for name in ("outer", "velocity", "ahead", "coming", "under_way", "pace")
+OUTER, VELOCITY, AHEAD, COMING, UNDER_WAY = (
+    f"sync/{name}" for name in ("outer", "velocity", "ahead", "coming", "under_way")
 )
 PARTS = 16
 """Number of parts of the weights that are exchanged in turn with ``overlap``."""
 ALL = slice(0, sys.maxsize)
 NOTHING = UpdateResult((0.0, 0.0), None)
-"""Result of an update that this rank skips."""
+"""Result of an update for which the group has no samples."""
 
 
 class FlatWeights(FlatSums, Protocol):
@@ -152,8 +151,6 @@ class LocalFramework(FrameworkOfParts):
         self.flat = framework.flat_weights(self.meeting, world.data if apart.config.kind == "nccl" else None)
         self.parts = min(PARTS, config.every_steps) if config.overlap else 0
         self.outer = OuterStep(self.flat, self.flat.weights(), config.outer_lr, config.outer_momentum, self.parts)
-        index = world.node if config.within == "node" else world.rank
-        self.pace = Pace(self.meeting, index, config.every_steps) if config.by_speed else None
         self.progress, self.total_steps = TrainState(), 0
         self.aside: Flat | None = None
         """This rank's weights while the model has the outer weights."""
@@ -202,7 +199,7 @@ class LocalFramework(FrameworkOfParts):
             self.framework.use(self.apart)
             self.is_apart = True
         position = (step - begin - 1) % self.config.every_steps + 1
-        result = self._own_update(micro_batches) if self.pace is None or self.pace.is_due(position) else NOTHING
+        result = self._own_update(micro_batches)
         self.outer.arrived(False)
         ends, is_last = position == self.config.every_steps, step >= self.total_steps
         if self.parts and (is_last or is_due(position, self.parts, self.config.every_steps)):
@@ -211,8 +208,6 @@ class LocalFramework(FrameworkOfParts):
                 self.outer.leave(self.flat.weights(self.outer.next_part))
         if is_last or (ends and not self.parts):
             self.flat.set_weights(self.outer.end_round(self.flat.weights()))
-        if ends and self.pace is not None:
-            self.pace.end_round()
         return result
 
     def dry_call(self, batch: HostBatch, validation: Sequence[HostBatch] = (), pair: HostBatch | None = None) -> None:
@@ -239,7 +234,6 @@ class LocalFramework(FrameworkOfParts):
             named(VELOCITY, outer.velocity, Placement.REPLICATED),
             named(COMING, outer.coming, Placement.REPLICATED),
             ArrayTensor(UNDER_WAY, outer.under_way),
-            *([ArrayTensor(PACE, self.pace.updates)] if self.pace is not None else []),
             named(AHEAD, outer.ahead, Placement.RANK),
         ]
         own = (one if one.placement is Placement.RANK else of_rank(one) for one in found)
@@ -258,8 +252,6 @@ class LocalFramework(FrameworkOfParts):
         if COMING in arrays and arrays[COMING].shape == outer.coming.shape:  # parts of other sizes cannot continue
             outer.ahead[:], outer.coming[:] = copied(arrays[AHEAD]), copied(arrays[COMING])
             outer.under_way[:] = arrays[UNDER_WAY]
-        if self.pace is not None and PACE in arrays:
-            self.pace.load(arrays[PACE])
 
     def weights_hash(self, shared_only: bool = False) -> str:
         self._own_weights()
@@ -273,8 +265,6 @@ class LocalFramework(FrameworkOfParts):
     def _agree(self) -> None:
         """Makes ranks equal that exchange gradients now but trained on other nodes before a resume. Collective."""
         self.is_loaded = False
-        if self.pace is not None:
-            self.pace.agree()
         if len(set(self.group.allgather(self.framework.weights_hash(True), "compare the weights of a node"))) > 1:
             make_equal(self.framework, self.group)
             self.outer.settle()
@@ -286,11 +276,7 @@ class LocalFramework(FrameworkOfParts):
         """An update within the group of ranks that exchange gradients."""
         samples = np.array([sum(map(samples_of, micro_batches))])
         self.group.add(samples, "count the samples of the group")
-        begin = time.perf_counter()
-        result = self._update(micro_batches, int(samples[0])) if samples[0] else NOTHING
-        if self.pace is not None:
-            self.pace.seconds.append(time.perf_counter() - begin)
-        return result
+        return self._update(micro_batches, int(samples[0])) if samples[0] else NOTHING
 
     def _update(self, micro_batches: Sequence[HostBatch], samples: int) -> StepResult:
         try:

@@ -170,10 +170,6 @@ class FrozenSource(SavedArrays):
         """Verify this process's share of the weights, which a rank that reads none must do too."""
         assert self.weights
 
-    def __getitem__(self, name: str) -> NDArray[Any]:
-        shape = self.shape_of(name)
-        return self.part(name, (0,) * len(shape), shape)
-
     def shape_of(self, name: str) -> tuple[int, ...]:
         return self.named[name].shape
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from hpctrain.checkpoint.checkpoint_folder import CheckpointFolder
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format import manifest as manifest_file
-from hpctrain.checkpoint.format.boxes import Box, everything
+from hpctrain.checkpoint.format.boxes import Box
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, Manifest, Shard, StoredPiece, TensorSpec
 from hpctrain.checkpoint.format.shard import view_of
 from hpctrain.checkpoint.format.shard_reading import ShardFiles, check_rest, check_shard, read_shard
@@ -388,11 +388,6 @@ class LoadedArrays(SavedArrays):
                     self.names[tensor.name] = tensor
                 elif tensor.name in merged:
                     self.names.setdefault(tensor.name, tensor)
-
-    def __getitem__(self, name: str) -> NDArray[Any]:
-        if name in self.merged:
-            return self.merged[name]
-        return self._read(name, everything(self.names[name].shape))
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         return self.merged[name].shape if name in self.merged else self.names[name].shape

@@ -120,10 +120,6 @@ class FileArrays(SavedArrays):
         self.pieces = pieces
         self.recent = RecentBlocks()
 
-    def __getitem__(self, name: str) -> NDArray[Any]:
-        shape = self.shape_of(name)
-        return self.part(name, (0,) * len(shape), shape)
-
     def shape_of(self, name: str) -> tuple[int, ...]:
         return self.pieces[name].piece.tensor.shape
 

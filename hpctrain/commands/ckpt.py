@@ -210,23 +210,17 @@ def export_keras_file(loaded: Loaded, output: Path, selection: Selection) -> Non
     from hpctrain.rank.problem import with_weights
     from hpctrain.system.files import replace_whole
     from hpctrain.tasks.definition import KerasTask, TorchTask
-    from hpctrain.train.saved_arrays import DerivedArrays, HeldArrays, Place
+    from hpctrain.train.saved_arrays import DerivedArrays
 
-    if dataclasses.replace(selection, averaged=None, lora_alpha=None) != Selection():
-        fix = "export to a .safetensors file, or without --trainable-only and --rename"
+    if dataclasses.replace(selection, averaged=None) != Selection():
+        fix = "leave out --trainable-only, --rename and --merge-lora: Keras itself merges adapters into such files"
         raise UserError("a file of Keras holds all weights of a model, by their places in it", fix)
     task, data, recipe = saved_task(loaded)
     if not isinstance(task, KerasTask):
         raise UserError("the task is not a Keras task", "export it to a .pt or .safetensors file")
     task = with_weights(task, "fp32", data, recipe)
     weights, _ = model_weights(loaded, selection)
-    places: dict[str, Place] = {f"model/{name}": (weights, name) for name in weights}
-    if selection.lora_alpha is not None:  # the task's model has adapters as well, which Keras merges when it saves
-        every, _ = model_weights(loaded, dataclasses.replace(selection, lora_alpha=None))
-        merged = (name for name in every if name not in weights)
-        zeros = HeldArrays({name: np.zeros(every.shape_of(name), every.dtype_of(name)) for name in merged})
-        places |= {f"model/{name}": (zeros, name) for name in zeros}
-    arrays = DerivedArrays(places)
+    arrays = DerivedArrays({f"model/{name}": (weights, name) for name in weights})
     if isinstance(task, TorchTask):
         from hpctrain.backends.torch.keras.keras_adapter import export_keras
     else:

@@ -103,5 +103,3 @@ class SyncConfig(Section, key="sync"):
     """node: the ranks of a node exchange gradients in each update, and nodes train independently."""
     overlap: bool = False
     """Overlap the exchange with updates: a sixteenth of the weights at a time (Streaming DiLoCo)."""
-    by_speed: bool = False
-    """Let slow ranks (or nodes) make fewer updates per round, as measured in the first round."""

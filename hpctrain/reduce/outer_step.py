@@ -8,18 +8,13 @@ meanwhile.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.comm.group import Group
-
 WHAT = "exchange the progress of a round"
-AS_FAST = 0.9
-"""Ranks with at least this fraction of the fastest speed make all updates: smaller differences may be noise."""
 
 Flat: TypeAlias = Any
 """A one-dimensional float32 or float64 array: NumPy's, or a torch tensor, which may be on a GPU."""
@@ -129,57 +124,6 @@ class OuterStep:
         self.outer[at] += self.rate * progress
 
 
-class Pace:
-    """Which updates of a round this rank makes; see sync.by_speed. All of them until speeds are known.
-
-    Args:
-        group: the ranks, on a communicator that nothing else uses.
-        index: group of ranks that this rank exchanges gradients with; they have a common pace.
-        every_steps: updates per round.
-    """
-
-    def __init__(self, group: Group, index: int, every_steps: int) -> None:
-        self.group, self.index, self.every_steps = group, index, every_steps
-        self.updates = np.zeros(group.size, np.int64)
-        """Updates per round, by rank; 0 until known. Part of a run's state."""
-        self.seconds: list[float] = []
-        """Duration of each of this rank's updates in the round."""
-
-    def is_due(self, position: int) -> bool:
-        """Whether this rank makes the update at this position of a round, from 1; it always makes the last one."""
-        return is_due(position, int(self.updates[self.group.rank]) or self.every_steps, self.every_steps)
-
-    def load(self, updates: NDArray[np.int64]) -> None:
-        """Restores the paces of a checkpoint if the number of ranks is the same."""
-        self.updates[:] = updates if len(updates) == len(self.updates) else 0
-
-    def agree(self) -> None:
-        """Gives each group of ranks one pace; their members may have come from other nodes. Collective."""
-        index = self.group.gather(np.array([float(self.index)]), "learn who keeps pace")[:, 0]
-        self.updates[:] = [self.updates[index == own].min() for own in index]
-
-    def end_round(self) -> None:
-        """Determines the paces, if they are not known. Collective."""
-        if not self.updates.any():
-            mine = np.array([self.index, statistics.median(self.seconds or [0.0])])
-            everyone = self.group.gather(mine, "compare their speeds")
-            self.updates[:] = updates_by_speed(everyone[:, 0], everyone[:, 1], self.every_steps)
-        self.seconds.clear()
-
-
 def is_due(position: int, times: int, steps: int) -> bool:
     """Whether something done ``times`` times per round, spread evenly over its steps, is due at this one, from 1."""
     return position * times // steps > (position - 1) * times // steps
-
-
-def updates_by_speed(index: Flat, seconds: Flat, every_steps: int) -> NDArray[np.int64]:
-    """Updates per round, by rank: the number it can make while the fastest makes all, and at least one.
-
-    Args:
-        index: group of each rank; a group is as fast as its slowest rank.
-        seconds: duration of an update, by rank.
-        every_steps: updates per round.
-    """
-    slowest = np.array([seconds[index == own].max() for own in index])
-    speed = np.ones_like(slowest) if slowest.min() <= 0 else slowest.min() / slowest
-    return np.where(speed < AS_FAST, np.maximum(1, speed * every_steps), every_steps).astype(np.int64)

@@ -22,6 +22,10 @@ class SavedArrays(Mapping[str, NDArray[Any]]):
     def __init__(self, named: Mapping[str, Any]) -> None:
         self.named = named
 
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        shape = self.shape_of(name)
+        return self.part(name, (0,) * len(shape), shape)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.named)
 
@@ -101,10 +105,6 @@ class DerivedArrays(SavedArrays):
     ) -> None:
         super().__init__(places)
         self.change = change
-
-    def __getitem__(self, name: str) -> NDArray[Any]:
-        source, there = self.named[name]
-        return self.change(name, source[there])
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         source, there = self.named[name]

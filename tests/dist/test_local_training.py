@@ -25,7 +25,7 @@ def test_means_of_weights_train_as_means_of_gradients_do(framework: str, tmp_pat
     assert found.pop("parts_nccl") == found.pop("parts")
     clipped = found.pop("clipped")
     assert found.pop("node_clipped") == pytest.approx(clipped, rel=1e-5)
-    alike = ("mean", "paced", "node", "node_nccl", "warm", "accumulated")
+    alike = ("mean", "node", "node_nccl", "warm", "accumulated")
     assert found == pytest.approx(dict.fromkeys(alike, exact), rel=1e-5)
     for other in (apart, clipped):
         assert abs(other - exact) > 1e-4 * exact, "what is compared is sensitive to training apart, and to clipping"

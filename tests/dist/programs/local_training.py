@@ -21,7 +21,6 @@ LOCAL = {"kind": "local", "every_steps": 1, "outer_lr": 1.0, "outer_momentum": 0
 SYNC: dict[str, dict[str, Any]] = {
     "every_step": {},
     "mean": LOCAL,
-    "paced": {**LOCAL, "by_speed": True},
     "node": {**LOCAL, "every_steps": 50, "within": "node"},
     "node_nccl": {**LOCAL, "every_steps": 50, "within": "node"},
     "warm": {**LOCAL, "every_steps": 50, "after_steps": 8},

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from hpctrain.backends.local_training import HostFlatWeights
-from hpctrain.reduce.outer_step import OuterStep, Pace, updates_by_speed
+from hpctrain.reduce.outer_step import OuterStep
 from tests.support.thread_groups import ThreadGroup, in_threads
 
 BEGIN = np.array([1.0, -2.0, 0.5])
@@ -97,39 +97,3 @@ def test_state_resumes_bit_for_bit_with_equal_outer_weights(parts: int, resumed:
     for rank in range(RANKS):
         np.testing.assert_array_equal(again[rank], straight[rank])
         np.testing.assert_array_equal(straight[rank], straight[0])
-
-
-@pytest.mark.parametrize(
-    ("index", "seconds", "updates"),
-    [
-        ([0, 1], [1.0, 2.0], [8, 4]),
-        ([0, 1, 2], [1.05, 1.0, 100.0], [8, 8, 1]),
-        ([0, 0, 1, 1], [1.0, 3.0, 1.5, 1.0], [4, 4, 8, 8]),
-        ([0, 1], [0.0, 0.0], [8, 8]),
-    ],
-)
-def test_the_slow_make_fewer_updates(index: list[int], seconds: list[float], updates: list[int]) -> None:
-    """As many as they can in the time of the fastest; noise changes nothing, and those of a node keep together."""
-    assert updates_by_speed(np.array(index), np.array(seconds), 8).tolist() == updates
-
-
-def test_a_pace_is_settled_once_on_all_ranks_and_spread_over_the_round() -> None:
-    def work(group: ThreadGroup) -> tuple[list[int], list[int], list[int]]:
-        pace = Pace(group, group.rank, 8)
-        first = [position for position in range(1, 9) if pace.is_due(position)]
-        pace.seconds = [60.0, *[0.5 * 2**group.rank] * 7]  # the first compiles
-        pace.end_round()
-        pace.seconds = [1.0] * 8
-        pace.end_round()
-        return first, pace.updates.tolist(), [position for position in range(1, 9) if pace.is_due(position)]
-
-    due = [list(range(1, 9)), [2, 4, 6, 8], [4, 8]]
-
-    def resume(group: ThreadGroup) -> list[int]:
-        pace = Pace(group, group.rank // 2, 8)  # ranks 0 and 1 share a node now
-        pace.load(np.array([8, 4, 2]))
-        pace.agree()
-        return pace.updates.tolist()
-
-    assert in_threads(RANKS, resume) == [[4, 4, 2]] * RANKS
-    assert in_threads(RANKS, work) == [(list(range(1, 9)), [8, 4, 2], due[rank]) for rank in range(RANKS)]
