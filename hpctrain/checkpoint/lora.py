@@ -75,7 +75,7 @@ def merge_lora(weights: Mapping[str, NDArray[Any]], dtypes: Mapping[str, str], a
 
 
 def adapters_in(arrays: SavedArrays) -> dict[str, tuple[str, str]]:
-    """Names of ``lora_B`` and ``lora_A`` by the weight that they adapt; raises UserError for other than linear layers."""
+    """Names of ``lora_B`` and ``lora_A`` by the weight that they adapt; raises UserError unless it is a linear one."""
     adapters = {}
     for match in filter(None, map(DOWN.fullmatch, arrays)):
         layer, down = match["layer"], match[0]

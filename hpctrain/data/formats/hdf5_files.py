@@ -122,16 +122,6 @@ def link_at(group: object, name: str) -> h5py.HardLink | h5py.SoftLink | h5py.Ex
     raise ValueError(f"{name!r} is a link of an unknown kind")
 
 
-def own_dataset(file: h5py.File, name: str) -> h5py.Dataset | None:
-    """The dataset of this name in the file itself, or None; soft and external links are not followed."""
-    here = file
-    for part in parts(name):
-        if not isinstance(link_at(here, part), h5py.HardLink):
-            return None
-        here = here[part]
-    return here if isinstance(here, h5py.Dataset) else None
-
-
 def names_in(file: h5py.File) -> Iterator[str]:
     """Names of all arrays and links, in creation order if the file tracks it."""
     seen = {hash(file["/"].id)}
