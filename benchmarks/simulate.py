@@ -35,7 +35,7 @@ from hpctrain.monitor.chief.stragglers import Heat
 from hpctrain.monitor.framing import Message
 from hpctrain.monitor.node.node import window_message
 from hpctrain.monitor.window import CAUSES, Window
-from hpctrain.report.plots import heat_maps
+from hpctrain.report.plots import shrink
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import LastWord, WordReader, padded
 from hpctrain.run.run_view import RunView
@@ -232,7 +232,9 @@ def report(ranks: int, folder: Path) -> Action:
 
     def write_and_draw() -> None:
         heat.save(run_dir.heat_map, run_dir.path)
-        heat_maps(RunView(folder).heat_map())
+        found = RunView(folder).heat_map()
+        assert found is not None
+        shrink(100 * found)
 
     return write_and_draw
 

@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from hpctrain.backends.torch.strategies.memory_estimate import (
     Footprint,
@@ -22,9 +21,6 @@ from hpctrain.config.sections import Config, LaunchConfig
 from hpctrain.errors import ExitCode, UserError
 from hpctrain.rank import plan_check
 from hpctrain.rank.trial import UNKNOWN_NODE, estimate, node_size, program_bytes, require_stages
-from hpctrain.run.figures import Planned, Plans, write_plans
-from hpctrain.run.folder import RunDir
-from hpctrain.run.grid import Grid
 from hpctrain.run.resolve_run import configured
 from hpctrain.system import foreign_text, quantities
 from hpctrain.train.schedule import global_batch
@@ -64,28 +60,6 @@ def show(found: Sequence[Footprint], reasons: Mapping[str, str], limit: int | No
         foreign_text.show(f"not {which.get(plan_or_size, other)}: {reason}")
 
 
-def plans_of(found: Sequence[Footprint], memory: int | None) -> Plans:
-    """Returns the plans as charts take them."""
-    return Plans(
-        tuple(Planned(name_of(one.plan), {name: getattr(one, name) for name in PARTS[:-1]}) for one in found), memory
-    )
-
-
-def draw(plans: Plans, path: Path) -> None:
-    """Writes the picture. Raises RunFailed, or UserError without matplotlib."""
-    from hpctrain.report.charts import plan_chart
-    from hpctrain.report.drawing import picture
-    from hpctrain.system.files import write_atomically
-
-    write_atomically(path, picture([plan_chart(plans)]).encode())
-
-
-def name_of(plan: ParallelLayout) -> str:
-    """Names a plan as ``hpctrain status`` does: ``tensor 2 x data 4, shard optimizer``."""
-    grid = Grid(plan.tensor * plan.data * plan.pipeline, plan.tensor, plan.pipeline)
-    return (str(grid) or f"data {plan.data}") + (f", shard {plan.shard}" if plan.shard != "none" else "")
-
-
 LARGEST_PIPELINE = 8
 """Maximum number of stages, unless the run file asks for more."""
 MOST_RANKS = 100_000
@@ -109,8 +83,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="build the plan of the run file for some of the ranks, without training, and find out what would fail",
     )
-    parser.add_argument("--picture", metavar="FILE", help="draw the plans into this SVG file")
-    parser.add_argument("--keep", action="store_true", help="keep the plans in the run folder, for hpctrain report")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(overrides=[])
     parser.epilog = "Any key of the run file can be given as an option, which overrides the file: --train.accumulate 4"
@@ -149,13 +121,6 @@ def run(args: argparse.Namespace) -> int:
     shard = given.shard if args.ranks > size and given.pipeline == 1 else "none"
     given_plan = ParallelLayout(given.tensor, args.ranks // size, shard, given.pipeline)
     own = next((one for one in found if one.plan == given_plan), None)
-    plans = plans_of(found, memory)
-    if args.picture:
-        draw(plans, Path(args.picture))
-    if args.keep:
-        run_dir = RunDir.of(config.name, config.run_dir)
-        run_dir.create()
-        write_plans(run_dir.plans, plans, run_dir.path)
     if args.json:
         result = {"plans": [one.to_json() for one in found], "not_possible": reasons, "memory": memory}
         foreign_text.show(json.dumps(result, indent=1))

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 def report(args: argparse.Namespace) -> int:
     """Writes one HTML file, and SVG files if requested, or prints JSON."""
-    from hpctrain.report import page, plots
+    from hpctrain.report import page
     from hpctrain.report.explain import explain as explain_run
     from hpctrain.report.summary import summarize
 
@@ -62,8 +62,7 @@ def report(args: argparse.Namespace) -> int:
         )
         return 0
     path = Path(args.output) if args.output else view.path / "report.html"
-    excess = view.heat_map()
-    sections = page.make_sections(data, plots.heat_maps(excess), view.figures(), excess, view.plans())
+    sections = page.make_sections(data, view.figures(), view.heat_map())
     html = page.render(data, explain_run(data), sections, view.pictures(), path.parent)
     write_page(path, html)
     foreign_text.show(str(path))

@@ -10,8 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.report.drawing import LIGHT, PALETTE, Chart, said
-from hpctrain.run.figures import Plans
-from hpctrain.run.grid import Grid
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,11 +20,8 @@ FAINT = 10.0
 """Smallest full scale of a heat map in percent, so that noise does not look like a finding."""
 MOST_NAMES = 30
 """Most names or numbers along an axis of cells."""
-MOST_COLUMNS, MOST_ROWS = 128, 64
-"""Largest grid of ranks that is drawn; the heat map shows the ranks of larger ones."""
-FAR = 3
-"""Multiple of the largest plan above which the rank's memory is not drawn, since it would squeeze the bars."""
-UNITS = ((2**30, "GiB"), (2**20, "MiB"))
+TALLEST = 64
+"""Most rows that add to a heat map's height."""
 Look = Literal["line", "dotted", "dashed", "points", "rings"]
 STYLES: dict[Look, dict[str, object]] = {
     "line": {},
@@ -47,8 +42,6 @@ class ChartLine:
     look: Look = "line"
     colour: int | None = None
     """Index into the palette; by default the line's place."""
-    band: tuple[Sequence[float], Sequence[float]] | None = None
-    """Smallest and largest y at each x, drawn as a faint area."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +82,6 @@ def line_chart(
             x, y = _cut(line.x), _cut(line.y)
             style = STYLES["points"] if len(x) == 1 and line.look == "line" else STYLES[line.look]
             axes.plot(x, y, color=colour, label=said(line.name), **style)  # type: ignore[arg-type]
-            if line.band:
-                low, high = map(_cut, line.band)
-                axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
         begin, end = axes.get_xlim()
         for place, (at, name) in enumerate((marks or {}).items()):
             if begin <= at <= end:
@@ -144,7 +134,7 @@ def heat_chart(title: str, percent: NDArray[np.float64]) -> Chart:
         axes.set_xlabel(f"window ({low:.3g} to {high:.3g} %; orange: above 0, blue: below)", loc="left")
         axes.set_ylabel("rank")
 
-    return Chart(title, draw, height=1.2 + 0.05 * min(len(percent), MOST_ROWS))
+    return Chart(title, draw, height=1.2 + 0.05 * min(len(percent), TALLEST))
 
 
 def confusion_chart(title: str, labels: Sequence[str], counts: Sequence[Sequence[int]]) -> Chart:
@@ -182,93 +172,6 @@ def time_chart(title: str, bars: Sequence[Bar], x_label: str) -> Chart:
         axes.set_xlabel(said(x_label), loc="left")
 
     return Chart(title, draw, height=0.8 + 0.5 * len(bars))
-
-
-def plan_chart(found: Plans, own: str | None = None) -> Chart:
-    """A stacked bar of bytes for each plan.
-
-    Args:
-        found: all plans, and the memory of a rank, drawn as a line.
-        own: name of the run's plan, which is marked.
-    """
-    plans, limit = found.plans, found.memory
-    most = max(plan.total for plan in plans)
-    size, unit = _unit(most)
-
-    def draw(axes: Axes) -> None:
-        kinds = [name for name in plans[0].parts if any(plan.parts[name] for plan in plans)]
-        rows, done = np.arange(len(plans)), np.zeros(len(plans))
-        for place, kind in enumerate(kinds):
-            width = np.array([plan.parts[kind] / size for plan in plans])
-            axes.barh(rows, width, 0.75, left=done, color=_colour(place), alpha=0.75, label=said(kind))
-            done = done + width
-        for row, whole in enumerate(done.tolist()):
-            axes.annotate(f" {whole:.4g}", (whole, row), va="center", annotation_clip=False)
-        axes.set_yticks(rows, [said(("▸ " if plan.name == own else "") + plan.name, 50) for plan in plans])
-        axes.set_ylim(len(plans) - 0.4, -0.6)
-        axes.grid(axis="y", visible=False)
-        label = f"{unit} per rank"
-        if limit is not None:
-            own_size, own_unit = _unit(limit)
-            label += f"; a rank has {limit / own_size:.4g} {own_unit}"
-            if limit <= FAR * most:
-                axes.axvline(limit / size, linestyle="--", color=LIGHT["soft"])
-        axes.margins(x=0.08)
-        axes.set_xlim(left=0)
-        axes.set_xlabel(label, loc="left")
-
-    return Chart("Plans: memory per rank", draw, height=1.2 + 0.28 * len(plans))
-
-
-def is_drawn(grid: Grid) -> bool:
-    """Whether ranks hold different parts of a model, and few enough to be drawn."""
-    return not grid.is_plain and grid.data <= MOST_COLUMNS and grid.tensor * grid.pipeline <= MOST_ROWS
-
-
-def grid_chart(grid: Grid, hosts: Mapping[int, str], slowness: Sequence[float]) -> Chart:
-    """A grid of ranks: columns are data indexes, rows are stages and tensor indexes; colours as in the heat map.
-
-    Args:
-        grid: places of the ranks.
-        hosts: known hosts by rank.
-        slowness: [ranks] percent above the peers; NaN leaves a cell empty.
-    """
-    count = grid.tensor * grid.pipeline
-
-    def draw(axes: Axes) -> None:
-        values = np.full((count, grid.data), np.nan)
-        texts = [[""] * grid.data for _ in range(count)]
-        names = [""] * count
-        for rank, value in enumerate(slowness):
-            place = grid.place(rank)
-            row = place.stage * grid.tensor + place.tensor
-            values[row, place.data] = value
-            texts[row][place.data] = "\n".join(filter(None, (str(rank), said(hosts.get(rank, ""), 12))))
-            parts = [f"stage {place.stage}"] if grid.pipeline > 1 else []
-            names[row] = ", ".join([*parts, *([f"tensor {place.tensor}"] if grid.tensor > 1 else [])])
-        _cells(axes, shades(values))
-        axes.set_yticks(range(count), names)
-        every = -(-grid.data // MOST_NAMES)
-        axes.set_xticks(range(0, grid.data, every))
-        axes.set_xlabel("data index; a cell: rank and host", loc="left")
-        if grid.data <= 8:
-            _texts(axes, texts)
-
-    return Chart(f"Ranks by place: {grid}", draw, height=0.8 + 0.32 * count)
-
-
-def typical(excess: NDArray[np.floating] | None, ranks: int) -> NDArray[np.float64]:
-    """[ranks] each rank's median excess over the windows of an attempt, in percent; NaN if unknown.
-
-    Args:
-        excess: [ranks, windows] fractions, as the monitor saves them.
-        ranks: number of ranks of the run.
-    """
-    found = np.full(ranks, np.nan)
-    for rank, row in enumerate(excess[:ranks] if excess is not None else ()):
-        known = row[np.isfinite(row)].astype(np.float64)
-        found[rank] = 100 * float(np.median(known)) if known.size else np.nan
-    return found
 
 
 def strip(row: NDArray[np.float64], scale: float) -> str:
@@ -314,7 +217,3 @@ def _colour(number: int) -> str:
 
 def _cut(values: Sequence[float]) -> NDArray[np.float64]:
     return np.clip(np.asarray(values, dtype=np.float64), -LARGEST, LARGEST)
-
-
-def _unit(num_bytes: int) -> tuple[int, str]:
-    return next((one for one in UNITS if num_bytes >= 10 * one[0]), UNITS[-1])

@@ -18,38 +18,32 @@ from hpctrain.errors import file_errors
 from hpctrain.report import charts
 from hpctrain.report.drawing import DARK, INSTALL, LIGHT, can_draw, inline, picture, require
 from hpctrain.report.explain import Explanation
-from hpctrain.report.plots import ReportSection, line_sections, phase_section, time_unit
+from hpctrain.report.plots import ReportSection, line_sections, phase_section, shrink, time_unit
 from hpctrain.report.summary import Span, make_spans, summarize
 from hpctrain.run.events import CheckpointFailed, CheckpointSaved, Event, Hang, Recovered, Straggler
-from hpctrain.run.figures import Curve, Figure, Figures, Picture, Plans
+from hpctrain.run.figures import Curve, Figure, Figures, Picture
 from hpctrain.run.history import RunHistory
 from hpctrain.system import quantities
 
 
 def make_sections(
     data: RunHistory,
-    heat: Mapping[str, NDArray[np.float64]],
     figures: Figures | None = None,
     excess: NDArray[np.float64] | None = None,
-    plans: Plans | None = None,
 ) -> list[ReportSection]:
     """Makes all sections of one run's report.
 
     Args:
         data: the run's history.
-        heat: heat maps by title, float64[ranks, windows] in percent.
         figures: curves and matrices of the newest evaluation.
-        excess: float64[ranks, windows] as the monitor saved it, for the grid of ranks.
-        plans: plans that ``hpctrain plan`` found for the run.
+        excess: float64[ranks, windows] as the monitor saved it.
     """
     attempts = make_spans(data)
     sections = line_sections(data, attempts)
     if figures is not None:
         sections += [_figure(name, figure, figures.step) for name, figure in figures.figures.items()]
     sections += [phases] if (phases := phase_section(data)) else []
-    sections += _places(data, excess)
-    sections += [_plans(data, plans)] if plans else []
-    sections += [_heat(title, values) for title, values in heat.items()]
+    sections += [_heat(shrink(100 * excess))] if excess is not None else []
     return [*sections, _attempts(attempts)] if attempts else sections
 
 
@@ -166,36 +160,8 @@ def _figure(name: str, figure: Figure, step: int) -> ReportSection:
     return ReportSection(key, chart, ("true class", *(f"taken for {label}" for label in figure.labels)), rows)
 
 
-def _places(data: RunHistory, excess: NDArray[np.float64] | None) -> list[ReportSection]:
-    """The grid of the newest attempt's ranks; empty if each rank has the whole model or the grid is too large."""
-    newest = data.run.newest
-    if newest is None or not charts.is_drawn(newest.grid):
-        return []
-    grid, words = newest.grid, data.run.words.get(newest.number)
-    hosts = {word.rank: word.host for word in words.ranks if word.rank is not None} if words else {}
-    hosts |= {each.rank: each.host for each in data.run.live.ranks} if data.run.live else {}
-    slowness = charts.typical(excess, grid.ranks).tolist()
-    rows = []
-    for rank, value in enumerate(slowness):
-        place = grid.place(rank)
-        shown = value if np.isfinite(value) else None
-        rows.append((rank, place.stage, place.data, place.tensor, hosts.get(rank), shown))
-    header = ("rank", "stage", "data", "tensor", "host", "busy beyond the peers (%)")
-    return [ReportSection("grid", charts.grid_chart(grid, hosts, slowness), header, rows)]
-
-
-def _plans(data: RunHistory, plans: Plans) -> ReportSection:
-    """All plans, with that of the newest attempt marked."""
-    newest = data.run.newest
-    own = (newest.plan or f"data {newest.grid.data}") if newest else None
-    kinds = list(plans.plans[0].parts)
-    rows = [(one.name, *(one.parts[kind] for kind in kinds), one.total) for one in plans.plans]
-    header = ("plan", *(f"{kind} (bytes)" for kind in kinds), "total (bytes)")
-    return ReportSection("plans", charts.plan_chart(plans, own), header, rows)
-
-
-def _heat(title: str, values: NDArray[np.float64]) -> ReportSection:
-    chart, scale = charts.heat_chart(title, values), charts.scale_of(values)
+def _heat(values: NDArray[np.float64]) -> ReportSection:
+    chart, scale = charts.heat_chart("Busy time beyond the peers', by rank", values), charts.scale_of(values)
     rows = [(rank, *_spread(row), charts.strip(row, scale)) for rank, row in enumerate(values)]
     return ReportSection("heat", chart, ("row", "median (%)", "max (%)", "windows"), rows)
 

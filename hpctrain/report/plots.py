@@ -112,11 +112,6 @@ def phase_section(data: RunHistory) -> ReportSection | None:
     return ReportSection("phases", chart, ("step", *(f"{layer.name} (%)" for layer in layers)), rows)
 
 
-def heat_maps(excess: NDArray[np.float64] | None) -> dict[str, NDArray[np.float64]]:
-    """Heat maps in percent by title, reduced to a visible size; empty if the monitor saved none."""
-    return {} if excess is None else {"Busy time beyond the peers', by rank": shrink(100 * excess)}
-
-
 def time_unit(seconds: float) -> tuple[float, str]:
     """A unit that suits a span of time: its length in seconds and its name."""
     for size, name in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):

@@ -10,7 +10,7 @@ import math
 import os
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -100,56 +100,6 @@ def is_drawable(figure: Figure) -> bool:
 
 KINDS: Mapping[str, Callable[[Any], Figure]] = {"Curve": maker(Curve), "Matrix": maker(Matrix)}
 _figures = sound({"step": is_count, "figures": {str: {"kind": str}}})
-
-MOST_PLANS = 1000
-"""Maximum number of plans in a file; 840 ranks have 80."""
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A parallel plan and the memory it needs."""
-
-    name: str
-    """Name, such as ``tensor 2 x data 4``."""
-    parts: Mapping[str, int]
-    """Bytes per rank, by purpose; the same keys in all plans."""
-
-    @property
-    def total(self) -> int:
-        """Bytes per rank."""
-        return sum(self.parts.values())
-
-
-@dataclass(frozen=True)
-class Plans:
-    """All plans for a number of ranks."""
-
-    plans: tuple[Planned, ...]
-    """The plans; at least one."""
-    memory: int | None = None
-    """Bytes available to a rank, if given."""
-
-
-def write_plans(path: Path, found: Plans, root: Path) -> None:
-    """Writes plans in place of earlier ones. Raises RunFailed."""
-    write_atomically(path, json.dumps(asdict(found), allow_nan=False).encode(), root)
-
-
-def read_plans(path: Path) -> Plans | None:
-    """Reads the plans; None if there are none or the file is damaged."""
-    try:
-        found = _plans(safe_read.read_json(path))
-    except (OSError, ValueError):
-        return None
-    if not 0 < len(found.plans) <= MOST_PLANS:
-        return None
-    kinds = set(found.plans[0].parts)
-    names = [*kinds, *(each.name for each in found.plans)]
-    same = all(set(each.parts) == kinds and each.total > 0 for each in found.plans)
-    return found if kinds and same and all(map(str.isprintable, names)) else None
-
-
-_plans = maker(Plans)
 
 PNG = b"\x89PNG\r\n\x1a\n"
 MOST_PICTURES = 24

@@ -28,7 +28,7 @@ from hpctrain.system.json_shape import fits, maker
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from hpctrain.run.figures import Figures, Picture, Plans
+    from hpctrain.run.figures import Figures, Picture
     from hpctrain.run.history import RunHistory
 
 
@@ -139,12 +139,6 @@ class RunView:
         from hpctrain.run.figures import read_figures
 
         return read_figures(self._run.figures)
-
-    def plans(self) -> Plans | None:
-        """Returns the plans that ``hpctrain plan`` has stored; None if there are none."""
-        from hpctrain.run.figures import read_plans
-
-        return read_plans(self._run.plans)
 
     def heat_map(self) -> NDArray[Any] | None:
         """Returns the monitor's map of busy time above the peers' (0.2 for 20%), float64[ranks, windows], or None."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hpctrain.cli import main
 from hpctrain.report.explain import explain
 from hpctrain.run.events import RunStarted
 from hpctrain.run.run_view import RunView
@@ -78,16 +76,6 @@ def test_a_stage_that_takes_longer_is_told_with_what_would_even_it(events: Event
     assert plan["ranks"] == [2, 3] and plan["evidence"] == []
     assert plan["sentence"].startswith("stage 1 (ranks 2-3) takes ")
     assert "no rank is slow; move 1 layer from stage 1 to stage 0" in plan["sentence"]
-
-
-def test_the_report_draws_the_ranks_by_their_places(folder: Folder, tmp_path: Path) -> None:
-    data = RunView(folder() / "rank").history()
-    assert data.run.newest is not None and data.run.newest.plan == "tensor 2 x data 2"
-    assert main(["report", str(folder() / "rank"), "-o", str(tmp_path / "report.html")]) == 0
-    page = (tmp_path / "report.html").read_text()
-    assert "Ranks by place: tensor 2 x data 2" in page
-    cells = re.findall(r"<tr><td>(\d)</td><td>0</td><td>(\d)</td><td>(\d)</td>", page)
-    assert [tuple(map(int, row)) for row in cells] == [(rank, rank // 2, rank % 2) for rank in range(4)]
 
 
 def test_a_rank_that_fails_is_named_with_its_place(folder: Folder) -> None:

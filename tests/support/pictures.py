@@ -21,7 +21,7 @@ from rich.console import Console
 from hpctrain.report import drawing
 from hpctrain.report.charts import heat_chart
 from hpctrain.report.drawing import Chart
-from hpctrain.report.plots import heat_maps
+from hpctrain.report.plots import shrink
 from hpctrain.run.run_view import RunView
 from hpctrain.watch import terminal
 from hpctrain.watch.terminal import WatchedRun
@@ -146,8 +146,10 @@ def heat(work: Path, picture: Path) -> None:
     options += " --checkpoint.best_metric null"
     hpctrain("run", "-n", 4, "bearings.yaml", *options.split(), "--run_dir", run, cwd=work, timeout=300)
     print(hpctrain("explain", run).stdout)
-    maps = heat_maps(RunView(run).heat_map())
-    save_charts([heat_chart(title, values) for title, values in maps.items()], work / "heat.png", picture)
+    excess = RunView(run).heat_map()
+    assert excess is not None
+    heat = heat_chart("Busy time beyond the peers', by rank", shrink(100 * excess))
+    save_charts([heat], work / "heat.png", picture)
 
 
 def save_charts(charts: Sequence[Chart], whole: Path, picture: Path) -> None:

@@ -53,7 +53,7 @@ def test_the_example_reports_numbers_curves_and_a_matrix(tmp_path: Path) -> None
     assert summary.metrics["f1"] == pytest.approx(f1_score(classes, predicted, average="macro"), rel=1e-6)
     data = view.history()
     assert data.metrics["hard/auc"].value[-1] == summary.metrics["hard/auc"]
-    sections = {section.key: section for section in make_sections(data, {}, found)}
+    sections = {section.key: section for section in make_sections(data, found)}
     assert sections["metric_confusion"].rows == [("0", passed, taken), ("1", missed, hit)]
     assert sections["metric_hard_roc"].header == ("false positive rate", "true positive rate")
     page = render(data, explain(data), list(sections.values()))

@@ -96,7 +96,7 @@ def test_an_empty_folder_is_a_report_that_knows_nothing(tmp_path: Path) -> None:
     data = read(RunDir(tmp_path))
     assert explain(data).cause == "unknown"
     assert summarize(data)["state"] == "unknown"
-    assert "unknown" in page.render(data, explain(data), page.make_sections(data, {}))
+    assert "unknown" in page.render(data, explain(data), page.make_sections(data))
 
 
 def test_memory_is_bounded_for_rare_events_too(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_the_page_is_one_file_that_asks_for_nothing(tmp_path: Path) -> None:
         *(trained(step) for step in range(1, 6)),
     ]
     data = read(folder(tmp_path, *events, event("eval", 4, metrics={"accuracy": 0.5}), info=info))
-    text = page.render(data, explain(data), page.make_sections(data, {"heat": np.ones((2, 3))}))
+    text = page.render(data, explain(data), page.make_sections(data, excess=np.ones((2, 3))))
     assert not re.search(r"(src|href)=\"(?!data:|#)|https?://|url\((?!#)|@import", text)
     assert "<b>" not in text.replace("<b>The", "").replace("<b>4", "").split("Versions and hosts")[1]
     assert "&lt;b&gt;" in text
@@ -328,7 +328,7 @@ def test_a_comparison_takes_values_as_they_are(capsys: pytest.CaptureFixture[str
 
 def test_pictures_need_a_folder(tmp_path: Path) -> None:
     (tmp_path / "plots").touch()
-    sections = page.make_sections(read(folder(tmp_path / "run", trained(1))), {})
+    sections = page.make_sections(read(folder(tmp_path / "run", trained(1))))
     with pytest.raises(UserError, match="File exists"):
         page.save_pictures(sections, tmp_path / "plots")
 
@@ -369,7 +369,7 @@ def test_a_page_of_a_large_run_stays_small(tmp_path: Path) -> None:
     scores = [event("eval", step, metrics={f"m{number}": step * number for number in range(9)}) for step in range(999)]
     data = read(folder(tmp_path, *events, *scores, info={"attempts": [attempt(1, 0, 3000, **DONE)]}))
     heat = np.random.default_rng(0).normal(size=(64, 120))
-    text = page.render(data, explain(data), page.make_sections(data, {"heat": heat}))
+    text = page.render(data, explain(data), page.make_sections(data, excess=heat))
     assert text.count("<svg") == 9 and len(text.encode()) < 2_000_000
 
 

@@ -13,7 +13,6 @@ from hpctrain.backends.torch.strategies.memory_estimate import MemoryEstimate, P
 from hpctrain.cli import main
 from hpctrain.commands.plan import memory_of, num_bytes
 from hpctrain.config.sections import LaunchConfig, SlurmConfig
-from hpctrain.run.run_view import RunView
 from tests.support.command import hpctrain
 
 WHOLE = MemoryEstimate(parameters=100, gradients=100, optimizer=200, averages=0, activations=3.5, checkpoint=300)
@@ -230,23 +229,6 @@ def test_host_and_device_are_counted_apart(tmp_path: Path, capsys: pytest.Captur
     limited = [*words, "--memory", f"{offloaded['device'] // 1024 + 1}K"]
     assert (main(limited), main([*limited, "--parallel.offload", "true"])) == (64, 0)
     assert "device" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_plans_are_drawn_and_kept_for_the_report(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.yaml").write_text(RUN)
-    assert main(["plan", "run.yaml", "-n", "2", "--memory", "64G", "--picture", "plan.svg", "--keep"]) == 0
-    drawn = (tmp_path / "plan.svg").read_text()
-    assert "data 2, shard optimizer" in drawn and "tensor 2 x data 1" in drawn and "a rank has 64 GiB" in drawn
-    kept = RunView(tmp_path / "runs/gpt").plans()
-    assert kept is not None and kept.memory == 64 << 30
-    assert kept.plans[0].name == "data 2" and kept.plans[0].total > 10 << 20
-    capsys.readouterr()
-    assert main(["plan", "run.yaml", "-n", "2", "--picture", "nowhere/plan.svg"]) == 70
-    assert "cannot write nowhere/plan.svg" in capsys.readouterr().err
 
 
 def test_memory_is_that_of_the_job_if_the_run_file_says_it() -> None:
