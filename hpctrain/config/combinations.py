@@ -2,20 +2,18 @@
 
 Features that share no row go together. Whoever knows which features a run uses calls ``refuse``: ``Config`` for the
 run file, ``rank.problem`` for the task, the frameworks for what only they can see.
-``python -m hpctrain.config.combinations`` prints the tables of docs/combinations.md.
+``python -m tests.support.docs_tables`` prints the tables of docs/combinations.md.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.config.features import PLANS, TRAITS, Feature, Trait, Uses
+from hpctrain.config.features import TRAITS, Feature, Trait, Uses
 from hpctrain.config.refusals import keras_tasks, plans, sums, torch_tasks, training
 from hpctrain.errors import UserError
-from hpctrain.system import foreign_text
 
 
 @dataclass(frozen=True)
@@ -29,17 +27,11 @@ class Row:
     fix: str
 
 
-BY_SUBJECT = {
-    subject: tuple(Row(features, *texts) for features, texts in rows.items())
-    for subject, rows in {
-        "Gradient exchange, precision and local training": sums.ROWS,
-        "Parallel plans": plans.ROWS,
-        "Evaluation, schedules and data": training.ROWS,
-        "PyTorch tasks": torch_tasks.ROWS,
-        "Keras tasks": keras_tasks.ROWS,
-    }.items()
-}
-TABLE = tuple(itertools.chain.from_iterable(BY_SUBJECT.values()))
+TABLE = tuple(
+    Row(features, *texts)
+    for rooms in (sums, plans, training, torch_tasks, keras_tasks)
+    for features, texts in rooms.ROWS.items()
+)
 """Of several rows that a run breaks, the first one is reported."""
 
 
@@ -77,53 +69,13 @@ def clash(uses: Uses) -> Row | None:
     return next((row for row in TABLE if all(feature in everything for feature in row.features)), None)
 
 
-def refusal(uses: Uses) -> Refused:
-    """The error of features that cannot be combined."""
-    row = clash(uses)
-    assert row is not None, "a row of the table says so"
-    everything = with_traits(uses)
-    return Refused(row, row.what.format(*(everything[feature] for feature in row.features)))
-
-
 def refuse(uses: Uses) -> None:
     """Raises Refused if a run uses features that cannot be combined."""
-    if clash(uses) is not None:
-        raise refusal(uses)
-
-
-def page() -> str:
-    """A table for each subject, in Markdown."""
-    lines = []
-    for subject, rows in BY_SUBJECT.items():
-        lines += ["", f"## {subject}", "", "| feature | does not work with | instead |", "|---|---|---|"]
-        for first, *others, fix in sorted([*map(shown, row.features), escaped(row.fix)] for row in rows):
-            lines.append(f"| {first} | {', and '.join(others)} | {fix} |")
-    return "\n".join(lines[1:]) + "\n"
-
-
-def shown(feature: Feature | Trait) -> str:
-    """As code, if it is a key of the run file; of a trait, all features that have it."""
-    if isinstance(feature, Trait):
-        having = [one for one, own in TRAITS.items() if feature in own]
-        named = (
-            ["any plan of `parallel`"]
-            if PLANS.keys() <= set(having)
-            else [shown(one) for one in having if one in PLANS]
-        )
-        *most, last = [*named, *(shown(one) for one in having if one not in PLANS)]
-        return f"{', '.join(most)} or {last}" if most else last
-    return f"`{feature}`" if is_key(feature) else escaped(feature)
+    if (row := clash(uses)) is not None:
+        everything = with_traits(uses)
+        raise Refused(row, row.what.format(*(everything[feature] for feature in row.features)))
 
 
 def is_key(feature: Feature) -> bool:
     """Whether a feature is one of the run file."""
     return re.fullmatch(r"[a-z_.]+\.[a-z_]+(: \w+)?", feature) is not None
-
-
-def escaped(text: str) -> str:
-    """Not taken for Markdown."""
-    return re.sub(r"([\[\]*_`|])", r"\\\1", text)
-
-
-if __name__ == "__main__":
-    foreign_text.show(page(), end="")

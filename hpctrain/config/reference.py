@@ -1,4 +1,4 @@
-"""The keys of a run file, taken from the dataclasses: for error messages, ``hpctrain keys`` and the reference page."""
+"""The keys of a run file, taken from the dataclasses: for error messages, ``hpctrain keys`` and the docs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import yaml
 from hpctrain.config.features import Feature, values_of
 from hpctrain.config.sections import Config
 from hpctrain.config.values import in_words, json_type
-from hpctrain.system import foreign_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,17 +56,6 @@ def meanings() -> list[str]:
         ]
         found.append(" ".join([by_section[key.section][name.rpartition(".")[2]], *values]))
     return found
-
-
-def reference() -> str:
-    """All keys as Markdown tables, one for each section of the run file."""
-    tables: dict[str, list[str]] = {}
-    for (name, key), meaning in zip(keys().items(), meanings(), strict=True):
-        default = "required" if key.default is None else f"`{key.default}`"
-        section = name.partition(".")[0] if "." in name else "The run"
-        tables.setdefault(section, []).append(f"| `{name}` | {in_words(key.kind)} | {default} | {meaning} |\n")
-    head = "| key | type | default | meaning |\n|---|---|---|---|\n"
-    return "\n".join(f"## {section}\n\n{head}{''.join(rows)}" for section, rows in tables.items())
 
 
 def help_text(words: Sequence[str] = (), width: int = 100) -> str:
@@ -134,7 +122,3 @@ def _default(entry: dataclasses.Field[typing.Any]) -> str | None:
     if value is dataclasses.MISSING:
         return None
     return yaml.safe_dump(value, default_flow_style=True).splitlines()[0]
-
-
-if __name__ == "__main__":
-    foreign_text.show(reference(), end="")

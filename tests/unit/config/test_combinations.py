@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.config.combinations import TABLE, Row, clash, page, refusal, stated
+from hpctrain.config.combinations import TABLE, Refused, Row, clash, refuse, stated
 from hpctrain.config.features import TRAITS, Feature, Trait
 from hpctrain.config.sections import PARTS
+from tests.support.docs_tables import combination_tables
 
 PACKAGE = Path(__file__).parents[3] / "hpctrain"
 ROWS = pytest.mark.parametrize("row", TABLE, ids=lambda row: "-".join(one.name for one in row.features))
@@ -32,7 +33,9 @@ def test_a_row_is_the_one_that_refuses_its_features(row: Row) -> None:
     for features in choices(row):
         uses = {feature: f"<{feature.name}>" for feature in features}
         assert clash(uses) is row
-        refused = refusal(uses)
+        with pytest.raises(Refused) as raised:
+            refuse(uses)
+        refused = raised.value
         for number, (feature, own) in enumerate(zip(row.features, uses.items(), strict=True)):
             told = stated(*own) if feature in Trait else own[1]
             assert (told in refused.what) == (f"{{{number}" in row.what)
@@ -65,7 +68,7 @@ def test_every_feature_is_in_a_row_and_is_reported_by_someone() -> None:
 
 def test_the_page_is_in_step() -> None:
     written = (PACKAGE.parent / "docs" / "combinations.md").read_text(encoding="utf-8")
-    assert page() in written, "python -m hpctrain.config.combinations prints the tables"
+    assert combination_tables() in written, "python -m tests.support.docs_tables combinations prints the tables"
 
 
 SHARDED = "SHARD SHARD_GRADIENTS SHARD_PARAMETERS"
@@ -92,7 +95,8 @@ def test_each_way_to_send_fewer_bytes_goes_with_the_rest_or_says_why_not(used: s
 
 def test_a_trait_is_told_by_the_first_feature_that_has_it() -> None:
     both = {Feature.PIPELINE: 3, Feature.TENSOR: 2, Feature.JOINT_LAYERS: "norm"}
-    assert refusal(both).what == "parallel.tensor is 2, and norm normalises over the samples of all ranks"
+    with pytest.raises(Refused, match="parallel.tensor is 2, and norm normalises over the samples of all ranks"):
+        refuse(both)
     assert stated(Feature.EARLY_STOP, "loss") == "train.early_stop.metric is 'loss'"
     assert stated(Feature.COMPILE, True) == "train.compile is true"
     assert stated(Feature.OVERLAP, True) == "reduce.overlap is on"

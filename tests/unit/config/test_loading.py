@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from hpctrain.cli import main
 from hpctrain.config.loading import dump, load
-from hpctrain.config.reference import reference
 from hpctrain.config.sections import Config, Decisive, LaunchConfig, NotNegative, Section, TrainConfig, WrongValue
 from hpctrain.errors import ExitCode, UserError
+from tests.support.docs_tables import key_tables
 
 MINIMAL = "name: a\ntask: pkg.mod:make\ntrain: {epochs: 3, global_batch: 64}\n"
 
@@ -300,7 +300,7 @@ def test_a_number_or_a_word(tmp_path: Path) -> None:
 
 def test_the_reference_page_is_in_step() -> None:
     page = Path(__file__).parents[3] / "docs" / "configuration.md"
-    assert reference() in page.read_text(encoding="utf-8"), "python -m hpctrain.config.reference prints the table"
+    assert key_tables() in page.read_text(encoding="utf-8"), "python -m tests.support.docs_tables keys prints the table"
 
 
 def test_accept_adds_to_what_a_resume_accepts(tmp_path: Path) -> None:
