@@ -18,8 +18,6 @@ TOLD = 0.001
 """Losses up to this fraction of the wall time are not mentioned."""
 ATTEMPTS = 1000
 """Number of newest attempts whose times are kept."""
-CLOCKS_S = 10.0
-"""Seconds by which clocks of machines may differ; by more, a clock was set back."""
 SHORT_S = 60.0
 """Runs below this wall time mostly start and warm up: fractions of their time say nothing about longer ones."""
 RECOVERIES = 64
@@ -48,8 +46,6 @@ class TimeAccount:
     """Time between attempts, except those restarted in place within a job."""
     saving_s: float
     """Time for which checkpoints and snapshots paused training."""
-    was_set_back: bool = False
-    """Whether a clock was set back: ``wall_s`` is then at least the sum of the others, and none is exact."""
 
     @property
     def is_short(self) -> bool:
@@ -69,8 +65,7 @@ class TimeAccount:
         losses = "; ".join(
             f"{duration(seconds)} {what}" for what, seconds in lost.items() if seconds > TOLD * self.wall_s
         )
-        clock = " (estimated: the clock was set back during the run)" if self.was_set_back else ""
-        return f"{self.goodput:.0%} of {duration(self.wall_s)}{clock}" + (f"; lost: {losses}" if losses else "")
+        return f"{self.goodput:.0%} of {duration(self.wall_s)}" + (f"; lost: {losses}" if losses else "")
 
 
 class Sums:
@@ -131,11 +126,6 @@ class Sums:
         again_s = self._repeated * self._all_s / self._steps if self._steps else 0.0
         failures_s = max(0.0, self._failures_s - of_failures_s) + again_s
         wall_s = max(moments) - min(moments) if moments else 0.0
-        spans = [*((a.started, a.ended) for a in attempts), *((a.started, b.started) for a, b in pairwise(attempts))]
-        shortest = min((end - begin for begin, end in spans if begin is not None and end is not None), default=0.0)
-        was_set_back = min(shortest, wall_s - self._new_s) < -CLOCKS_S
-        if was_set_back:
-            wall_s = max(wall_s, self._new_s + failures_s + waiting_s + self._saving_s)
         return TimeAccount(
             goodput=min(self._new_s / wall_s, 1.0) if wall_s > 0 and self._new_s > 0 else None,
             wall_s=wall_s,
@@ -145,7 +135,6 @@ class Sums:
             repeated_steps=self._repeated,
             waiting_s=waiting_s,
             saving_s=self._saving_s,
-            was_set_back=was_set_back,
         )
 
     def _waited(self, before: Attempt, after: Attempt) -> float:

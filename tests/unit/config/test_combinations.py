@@ -95,7 +95,7 @@ def test_each_way_to_send_fewer_bytes_goes_with_the_rest_or_says_why_not(used: s
 
 def test_a_trait_is_told_by_the_first_feature_that_has_it() -> None:
     both = {Feature.PIPELINE: 3, Feature.TENSOR: 2, Feature.JOINT_LAYERS: "norm"}
-    with pytest.raises(Refused, match="parallel.tensor is 2, and norm normalises over the samples of all ranks"):
+    with pytest.raises(Refused, match=r"parallel.tensor is 2, and norm normalises over the samples of all ranks"):
         refuse(both)
     assert stated(Feature.EARLY_STOP, "loss") == "train.early_stop.metric is 'loss'"
     assert stated(Feature.COMPILE, True) == "train.compile is true"
