@@ -27,7 +27,7 @@ def axes_of(chart: Chart) -> Axes:
 def every_chart() -> list[Chart]:
     looks = ("line", "dotted", "dashed", "points", "rings")
     lines = [ChartLine(look, [1, 2, 4], [1, 2, 3], look) for look in looks]
-    other = ChartLine("other <&>", [1, 2, 4], [2, 3, 4], colour=3)
+    other = ChartLine("other <&>", [1, 2, 4], [1, 3, 7], colour=3)
     return [
         charts.line_chart("lines <&>", [*lines, other], "step", {2.0: "mark"}),
         charts.line_chart("sizes", [other], "ranks", log_y=True, sizes=[1, 2, 4]),
