@@ -69,11 +69,18 @@ def clash(uses: Uses) -> Row | None:
     return next((row for row in TABLE if all(feature in everything for feature in row.features)), None)
 
 
+def refusal(uses: Uses) -> Refused:
+    """The error of features that cannot be combined."""
+    row = clash(uses)
+    assert row is not None, "a row of the table says so"
+    everything = with_traits(uses)
+    return Refused(row, row.what.format(*(everything[feature] for feature in row.features)))
+
+
 def refuse(uses: Uses) -> None:
     """Raises Refused if a run uses features that cannot be combined."""
-    if (row := clash(uses)) is not None:
-        everything = with_traits(uses)
-        raise Refused(row, row.what.format(*(everything[feature] for feature in row.features)))
+    if clash(uses) is not None:
+        raise refusal(uses)
 
 
 def is_key(feature: Feature) -> bool:
