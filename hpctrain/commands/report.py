@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 import time
@@ -164,6 +165,8 @@ def watch(args: argparse.Namespace) -> int:
     from hpctrain.watch.terminal import WatchedRun
 
     source = WatchedRun(RunView(resolve_run.single(args.run).path))
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that lacks the characters of bars and curves shows ?
+        sys.stdout.reconfigure(errors="replace")
     console = Console(highlight=False, emoji=False)
     if args.json:
         foreign_text.show(json.dumps(source.look(whole=True).plain()))

@@ -174,24 +174,11 @@ def time_chart(title: str, bars: Sequence[Bar], x_label: str) -> Chart:
     return Chart(title, draw, height=0.8 + 0.5 * len(bars))
 
 
-def strip(row: NDArray[np.float64], scale: float) -> str:
-    """A heat map's row as text: higher blocks for larger values, a dot for values up to 0, a space for NaN."""
-    heights = np.ceil(8 * np.clip(np.nan_to_num(row) / scale, 0, 1)).astype(int)
-    return "".join(
-        " " if not np.isfinite(value) else "·▁▂▃▄▅▆▇█"[height] for value, height in zip(row, heights, strict=True)
-    )
-
-
-def scale_of(values: NDArray[np.float64]) -> float:
-    """The value drawn at full opacity."""
-    finite = values[np.isfinite(values)]
-    return max(float(np.abs(finite).max()) if finite.size else 0.0, FAINT)
-
-
 def shades(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """float64[rows, columns, 4]: colour of each cell by sign, opacity by size; NaN is transparent."""
     known = np.isfinite(values)
-    opacity = np.where(known, 0.05 + 0.95 * np.abs(np.where(known, values, 0)) / scale_of(values), 0)
+    sizes = np.abs(np.where(known, values, 0))
+    opacity = np.where(known, 0.05 + 0.95 * sizes / max(sizes.max(initial=0.0), FAINT), 0)
     return _tinted(values, opacity)
 
 

@@ -161,9 +161,9 @@ def _figure(name: str, figure: Figure, step: int) -> ReportSection:
 
 
 def _heat(values: NDArray[np.float64]) -> ReportSection:
-    chart, scale = charts.heat_chart("Busy time beyond the peers', by rank", values), charts.scale_of(values)
-    rows = [(rank, *_spread(row), charts.strip(row, scale)) for rank, row in enumerate(values)]
-    return ReportSection("heat", chart, ("row", "median (%)", "max (%)", "windows"), rows)
+    chart = charts.heat_chart("Busy time beyond the peers', by rank", values)
+    rows = [(rank, *_spread(row)) for rank, row in enumerate(values)]
+    return ReportSection("heat", chart, ("row", "median (%)", "max (%)"), rows)
 
 
 def _spread(row: NDArray[np.float64]) -> tuple[float | None, float | None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from rich.text import Text
@@ -36,46 +35,34 @@ STATE_COLOURS = {
 }
 
 
-@dataclass(frozen=True)
-class Glyphs:
-    """Characters for bars and curves."""
-
-    levels: str
-    """Characters of a curve, from low to high."""
-    busy: str
-    wait: str
-    done: str
-    to_do: str
+LEVELS = "▁▂▃▄▅▆▇█"
+"""Characters of a curve, from low to high."""
 
 
-UNICODE = Glyphs("▁▂▃▄▅▆▇█", "█", "░", "━", "─")
-ASCII = Glyphs("_.-:=+*#", "#", ".", "=", "-")
-
-
-def draw(view: View, width: int, height: int, glyphs: Glyphs = UNICODE) -> list[Text]:
+def draw(view: View, width: int, height: int) -> list[Text]:
     """Draws the view in at most ``width`` columns and ``height`` lines; ranks get the lines that are left."""
-    head = [*_head(view, width, glyphs), *_curves(view, width, glyphs), *_checkpoint(view)]
+    head = [*_head(view, width), *_curves(view, width), *_checkpoint(view)]
     head += [*_phases(view, width), *_account(view, width)]
     foot = list(_foot(view, width))
     room = max(height - len(head) - len(foot), LEAST_RANKS + 1)
-    body = [*head, *_ranks(view, width, room, glyphs)]
+    body = [*head, *_ranks(view, width, room)]
     lines = [*body[: max(height - len(foot), 0)], *foot][:height]
     for line in lines:
         line.no_wrap = True
-        line.truncate(width, overflow="ellipsis" if glyphs is UNICODE else "crop")
+        line.truncate(width, overflow="ellipsis")
     return lines
 
 
-def sparkline(values: Sequence[float], width: int, glyphs: Glyphs = UNICODE) -> str:
+def sparkline(values: Sequence[float], width: int) -> str:
     """Draws a curve of at most ``width`` columns, scaled from its lowest value to its highest."""
     if not values:
         return ""
     groups = np.array_split(np.asarray(values, dtype=np.float64), min(width, len(values)))
     means = np.array([group.mean() for group in groups])
     low, span = means.min(), np.ptp(means)
-    top = len(glyphs.levels) - 1
+    top = len(LEVELS) - 1
     heights = np.rint((means - low) / span * top).astype(int) if span > 0 else np.full(len(means), top // 2)
-    return "".join(glyphs.levels[height] for height in heights)
+    return "".join(LEVELS[height] for height in heights)
 
 
 def age(seconds: float) -> str:
@@ -83,7 +70,7 @@ def age(seconds: float) -> str:
     return f"{duration(seconds) if seconds >= 60 else f'{seconds:.0f} s'} ago"
 
 
-def _head(view: View, width: int, glyphs: Glyphs) -> Iterator[Text]:
+def _head(view: View, width: int) -> Iterator[Text]:
     first = Text().append(clean(view.run), "bold")
     first.append("  ").append(view.state.word.value, STATE_COLOURS.get(view.state.word, "bold yellow"))
     ranks = f"{view.num_ranks} rank{'' if view.num_ranks == 1 else 's'}" if view.num_ranks else ""
@@ -103,11 +90,11 @@ def _head(view: View, width: int, glyphs: Glyphs) -> Iterator[Text]:
     if view.is_behind:
         yield Text("reading what has happened so far ...", style="dim")
     if view.step is not None:
-        yield _progress(view, width, glyphs)
+        yield _progress(view, width)
     yield from _rates(view)
 
 
-def _progress(view: View, width: int, glyphs: Glyphs) -> Text:
+def _progress(view: View, width: int) -> Text:
     assert view.step is not None
     share = min(view.step / view.total_steps, 1.0) if view.total_steps else None
     epoch = ""
@@ -117,7 +104,7 @@ def _progress(view: View, width: int, glyphs: Glyphs) -> Text:
     if share is not None:
         bar = max(8, min(60, width - len(line.plain) - len(epoch) - 12))
         done = int(share * bar)
-        line.append("  ").append(glyphs.done * done, "green").append(glyphs.to_do * (bar - done), "dim")
+        line.append("  ").append("━" * done, "green").append("─" * (bar - done), "dim")
         line.append(f"  {int(100 * share)}%")
     return line.append(f"  {epoch}" if epoch else "")
 
@@ -139,21 +126,21 @@ def _rates(view: View) -> Iterator[Text]:
         yield Text("  ").join(shown)
 
 
-def _curves(view: View, width: int, glyphs: Glyphs) -> Iterator[Text]:
+def _curves(view: View, width: int) -> Iterator[Text]:
     for line in view.lines[: MOST_LINES - 1] if len(view.lines) > MOST_LINES else view.lines:
-        yield _curve(line, width, glyphs)
+        yield _curve(line, width)
     if len(view.lines) > MOST_LINES:
         rest = view.lines[MOST_LINES - 1 :]
         yield Text(f"{'':{LABEL}}" + "  ".join(f"{clean(line.name)} {number(line.value)}" for line in rest))
 
 
-def _curve(line: Measured, width: int, glyphs: Glyphs) -> Text:
+def _curve(line: Measured, width: int) -> Text:
     name = "learning rate" if line.name == "lr" else clean(line.name)
     value = f"x{number(line.value)}" if line.name == "lr" else number(line.value)
     text = Text(f"{name:<{LABEL}.{LABEL}} ").append(f"{value:>10}", "" if line.value is not None else "bold red")
     room = min(SPARK, width - LABEL - 36)
     if room > 4 and line.history:
-        curve, low, high = sparkline(line.history, room, glyphs), min(line.history), max(line.history)
+        curve, low, high = sparkline(line.history, room), min(line.history), max(line.history)
         text.append("  ").append(curve, "cyan")
         text.append(f"{'':{room - len(curve)}}  {number(low)} to {number(high)}" if low != high else "", "dim")
     return text
@@ -193,7 +180,7 @@ def _account(view: View, width: int) -> Iterator[Text]:
         yield from _wrapped(f"{'goodput':<{LABEL}} {view.account.text}", width, "")
 
 
-def _ranks(view: View, width: int, room: int, glyphs: Glyphs) -> Iterator[Text]:
+def _ranks(view: View, width: int, room: int) -> Iterator[Text]:
     """Busy and wait time of each rank; only the slowest, in order, if there is not a line for each."""
     if not view.ranks:
         return
@@ -217,7 +204,7 @@ def _ranks(view: View, width: int, room: int, glyphs: Glyphs) -> Iterator[Text]:
         if heads:
             slowed = bool(rank.rank in devices and devices[rank.rank].slowed)
             line.append(_device(devices.get(rank.rank)), "yellow" if slowed else "")
-        yield line.append(glyphs.busy * busy, "green").append(glyphs.wait * wait, "dim")
+        yield line.append("█" * busy, "green").append("░" * wait, "dim")
 
 
 def _device(device: RankDevice | None) -> str:

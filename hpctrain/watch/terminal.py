@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import signal
 import sys
 import termios
 import threading
@@ -13,7 +12,6 @@ import time
 import tty
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -23,29 +21,24 @@ from hpctrain.launch.engines import status
 from hpctrain.run.folder import RunDir
 from hpctrain.run.run_status import QueueEntry
 from hpctrain.run.run_view import RunView
-from hpctrain.watch.screen import ASCII, UNICODE, Glyphs, draw
+from hpctrain.system.signals import Interrupted, interruptible
+from hpctrain.watch.screen import draw
 from hpctrain.watch.view import View, make
 
 POLL_S = 2.0
 """Seconds between reads of the run."""
 LEAVE = b"qQ\x03\x04"
 """Keys that end the view: q, Ctrl-C, Ctrl-D."""
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class Terminated(Exception):
-    """A signal ends this process; the terminal is restored first."""
 
 
 def show(look: Callable[[], View], console: Console) -> None:
     """Draws the result of ``look`` every POLL_S. After the end of the run, the last view stays on the terminal."""
-    glyphs = glyphs_for(console)
     view = None
     screen = Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop")
-    with _terminated(), contextlib.suppress(Terminated), _keys() as wait_for_key, screen:
+    with contextlib.suppress(Interrupted), interruptible(), _keys() as wait_for_key, screen:
         while True:
             view = look()
-            lines = draw(view, console.width, console.height - 1, glyphs)
+            lines = draw(view, console.width, console.height - 1)
             screen.update(Group(*lines, "[dim]q ends this view, not the run[/dim]"), refresh=True)
             if view.state.is_over or wait_for_key(0.0 if view.is_behind else POLL_S):
                 break
@@ -55,17 +48,8 @@ def show(look: Callable[[], View], console: Console) -> None:
 
 def print_once(view: View, console: Console) -> None:
     """Prints one view as lines."""
-    for line in draw(view, console.width, 60, glyphs_for(console)):
+    for line in draw(view, console.width, 60):
         console.print(line, soft_wrap=True)
-
-
-def glyphs_for(console: Console) -> Glyphs:
-    """Chooses block characters if the output can encode them."""
-    try:
-        UNICODE.levels.encode(console.encoding)
-    except (UnicodeEncodeError, LookupError):
-        return ASCII
-    return UNICODE
 
 
 @contextlib.contextmanager
@@ -87,24 +71,6 @@ def _keys() -> Iterator[Callable[[float], bool]]:
         yield wait
     finally:
         termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
-
-
-@contextlib.contextmanager
-def _terminated() -> Iterator[None]:
-    """Turns signals into an exception, so that the terminal is restored.
-
-    SIGINT is included because processes that a script starts in the background ignore it.
-    """
-
-    def leave(number: int, frame: Any) -> None:
-        raise Terminated
-
-    former = {number: signal.signal(number, leave) for number in ENDING}
-    try:
-        yield
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
 
 
 PORTION_S = 0.5

@@ -82,10 +82,6 @@ def test_shades_tell_sign_and_size_and_what_is_unknown() -> None:
     assert charts.shades(np.array([[0.5]]))[0, 0, 3] < 0.1, "noise is no finding"
 
 
-def test_a_strip_is_the_heat_map_in_text() -> None:
-    assert charts.strip(np.array([np.nan, -3.0, 0.0, 1.0, 40.0, 80.0]), 80.0) == " ··▁▄█"
-
-
 def test_a_picture_is_a_file_with_titles_and_legends_that_loads_nothing() -> None:
     text = drawing.picture(every_chart())
     found = {"".join(element.itertext()).strip() for element in ET.fromstring(text).iter(f"{SVG}text")}

@@ -19,7 +19,7 @@ from hpctrain.run.run_status import Life, LiveWindow, QueueEntry, RunSnapshot, W
 from hpctrain.run.run_view import RunView
 from hpctrain.run.verdict import failed_with
 from hpctrain.system.json_shape import maker
-from hpctrain.watch.screen import ASCII, clean, draw, sparkline
+from hpctrain.watch.screen import clean, draw, sparkline
 from hpctrain.watch.terminal import WatchedRun
 from hpctrain.watch.view import View, make
 from tests.unit.run.test_progress import add, event, progress, trained
@@ -227,7 +227,7 @@ def test_how_ranks_share_out_a_model_stands_at_the_top() -> None:
 def test_curves() -> None:
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
     assert len(sparkline(range(1000), 30)) == 30
-    assert sparkline([2.0, 2.0], 8, ASCII) == "::"
+    assert sparkline([2.0, 2.0], 8) == "▄▄"
     assert sparkline([], 8) == ""
 
 
