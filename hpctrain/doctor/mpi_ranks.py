@@ -42,28 +42,15 @@ def findings(ranks: int) -> list[Check]:
         RunFailed: the ranks do not start, do not find each other, or do not answer in time.
     """
     ended = started([__name__], ranks)
-    text = ended.output + ended.messages
-    library = probe()
-    line = next((line for line in ended.output.splitlines() if line.startswith(MARK)), None)
-    if line is None:
-        said = [line for line in text.splitlines() if line.strip(" -\0")]
-        what = said[-1][:300] if said else "they print nothing"
-        raise RunFailed(f"{ranks} ranks do not run: {what}", "hpctrain doctor checks MPI")
-    facts = json.loads(line.removeprefix(MARK))
+    facts = reported(ended, MARK, f"{ranks} ranks do not run")
     who = Check("ranks", f"{facts['ranks']} on {', '.join(facts['hosts'])}")
-    return [who, *judge(facts, transport(text, library.version))]
+    return [who, *judge(facts, transport(ended.output + ended.messages, probe().version))]
 
 
 def speeds(ranks: int) -> Iterator[Check]:
     """Measures links and devices with PyTorch, as gradients travel. Raises as ``findings``."""
     ended = started(["hpctrain.backends.torch.measure"], ranks)
-    line = next((line for line in ended.output.splitlines() if line.startswith(SPEEDS)), None)
-    if line is None:
-        said = [line for line in ended.messages.splitlines() if line.strip(" -\0")]
-        raise RunFailed(
-            f"links are not measured: {said[-1][:300] if said else 'no output'}", "hpctrain doctor says more"
-        )
-    found = Speeds.read(json.loads(line.removeprefix(SPEEDS)))
+    found = Speeds.read(reported(ended, SPEEDS, "links are not measured"))
     yield from (Check(topic, figure) for topic, figure in found.sentences())
     yield from ((problem if one.fatal else note)("slow", one.what, one.fix) for one in judge_speeds(found))
 
@@ -76,6 +63,15 @@ def started(words: Sequence[str], ranks: int) -> ProgramResult:
     except subprocess.TimeoutExpired as error:
         fix = "a firewall or a broken network interface: try OMPI_MCA_btl=self,sm, or name the interface to use"
         raise RunFailed(f"{ranks} ranks did not answer within {TIMEOUT_S:.0f} s", fix) from error
+
+
+def reported(ended: ProgramResult, mark: str, problem: str) -> dict[str, Any]:
+    """Returns the JSON after ``mark`` in the ranks' output. Raises RunFailed with their last line if it is missing."""
+    found = next((line for line in ended.output.splitlines() if line.startswith(mark)), None)
+    if found is None:
+        said = [line for line in (ended.output + ended.messages).splitlines() if line.strip(" -\0")]
+        raise RunFailed(f"{problem}: {said[-1][:300] if said else 'they print nothing'}", "hpctrain doctor says more")
+    return dict(json.loads(found.removeprefix(mark)))
 
 
 def transport(text: str, version: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -198,42 +198,57 @@ def own_runs(here: Path) -> list[RunDir]:
 
 def lines(statuses: Sequence[RunStatus]) -> list[str]:
     """Returns the lines of a short paragraph for each run."""
-    text = []
-    for status in statuses:
-        found, made, job, ended, why = status.found, status.found.progress, status.job, status.ended, status.state.why
-        text.append(f"{found.path}")
-        text.append("  " + status.state.word.value + (f": {why}" if why else ""))
-        if job.id:
-            # Once the run has recorded its end, the state of its job is of no interest.
-            named = f"job {job.id}" + ("" if ended else f" {job.state}")
-            times = [_pair(job.elapsed, "elapsed"), _pair(job.left, "left") if not ended else ""]
-            unknown = job.reason if job.state == UNKNOWN and job.reason not in why else ""
-            text.append("  " + _join([named, unknown if not ended else "", job.nodes, *times]))
-        train, newest = made.newest(Train), found.newest
-        steps_per_s = f"{number(made.steps_per_s)} steps/s" if made.steps_per_s else ""
-        rate = train.rate() if train and train.samples_per_s else steps_per_s
-        measured = {"loss": train.loss, **train.more, "lr": train.learning_rate} if train else {}
-        values = [f"{name} {number(value)}" for name, value in measured.items() if is_number(value)]
-        moves = not ended and status.state.word is not Word.UNKNOWN
-        ahead = f"about {duration(made.left_s)} to go" if made.left_s is not None and moves else ""
-        saved = f"checkpoint at {found.checkpoint_step}" if found.checkpoint_step is not None else ""
-        saved += f" (a failure loses {steps} steps)" if moves and (steps := found.unsaved_steps) else ""
-        step = _step(made) if made.step is not None or not ended else ""
-        begun = f"attempt {newest.number}" if newest else "no attempt yet"
-        text.append("  " + _join([begun, newest.plan if newest else "", step, rate, ahead, saved]))
-        text += ["  " + _join(values)] if values else []
-        facts = [
-            ("last attempt: ", ended if ended and ended not in why else ""),
-            ("goodput: ", found.account.text),
-            *(("", event.text) for event in list(made.sums.recoveries)[-RECOVERIES:]),
-            ("NOT SAVED: ", made.failing_saves),
-            ("NOT STORED: ", made.store_away),
-            ("slow: ", status.straggler),
-            ("asked to stop by ", found.stop_requested_by),
-            ("events: ", found.left_out),
-        ]
-        text += [f"  {head}{fact}" for head, fact in facts if fact]
-    return [indent(each) for each in text]
+    return [indent(line) for status in statuses for line in _paragraph(status)]
+
+
+def _paragraph(status: RunStatus) -> Iterator[str]:
+    found, made, why, ended = status.found, status.found.progress, status.state.why, status.ended
+    train = made.newest(Train)
+    yield str(found.path)
+    yield f"  {status.state.word.value}" + (f": {why}" if why else "")
+    if status.job.id:
+        yield f"  {_job(status)}"
+    yield f"  {_how_far(status, train)}"
+    measured = {"loss": train.loss, **train.more, "lr": train.learning_rate} if train else {}
+    if values := [f"{name} {number(value)}" for name, value in measured.items() if is_number(value)]:
+        yield f"  {_join(values)}"
+    facts = [
+        ("last attempt: ", ended if ended and ended not in why else ""),
+        ("goodput: ", found.account.text),
+        *(("", event.text) for event in list(made.sums.recoveries)[-RECOVERIES:]),
+        ("NOT SAVED: ", made.failing_saves),
+        ("NOT STORED: ", made.store_away),
+        ("slow: ", status.straggler),
+        ("asked to stop by ", found.stop_requested_by),
+        ("events: ", found.left_out),
+    ]
+    yield from (f"  {head}{fact}" for head, fact in facts if fact)
+
+
+def _job(status: RunStatus) -> str:
+    job, elapsed = status.job, _pair(status.job.elapsed, "elapsed")
+    if status.ended:  # the run has recorded its end, so the state of its job is of no interest
+        return _join([f"job {job.id}", job.nodes, elapsed])
+    unknown = job.reason if job.state == UNKNOWN and job.reason not in status.state.why else ""
+    return _join([f"job {job.id} {job.state}", unknown, job.nodes, elapsed, _pair(job.left, "left")])
+
+
+def _how_far(status: RunStatus, train: Train | None) -> str:
+    found, made = status.found, status.found.progress
+    parts = [f"attempt {found.newest.number}", found.newest.plan] if found.newest else ["no attempt yet"]
+    if made.step is not None or not status.ended:
+        parts.append(_step(made))
+    if train and train.samples_per_s:
+        parts.append(train.rate())
+    elif made.steps_per_s:
+        parts.append(f"{number(made.steps_per_s)} steps/s")
+    moves = not status.ended and status.state.word is not Word.UNKNOWN
+    if moves and made.left_s is not None:
+        parts.append(f"about {duration(made.left_s)} to go")
+    if found.checkpoint_step is not None:
+        loses = f" (a failure loses {found.unsaved_steps} steps)" if moves and found.unsaved_steps else ""
+        parts.append(f"checkpoint at {found.checkpoint_step}{loses}")
+    return _join(parts)
 
 
 def table(statuses: Sequence[RunStatus]) -> list[str]:

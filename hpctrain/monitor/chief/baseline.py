@@ -54,10 +54,9 @@ class Baseline:
         self.learned.append((medians, window.typical, float(np.median(window.work)), transfer, step))
         if len(self.learned) < LEARNED:
             return
-        every = np.array([medians for medians, *_ in self.learned])
-        self.busy = np.median(every, axis=0)
-        self.work, self.transfer, self.step = (float(np.median([row[i] for row in self.learned])) for i in (2, 3, 4))
-        self.typical = np.median([row[1] for row in self.learned], axis=0)
+        every, typical, *numbers = zip(*self.learned, strict=True)
+        self.busy, self.typical = np.median(every, axis=0), np.median(typical, axis=0)
+        self.work, self.transfer, self.step = (float(np.median(each)) for each in numbers)
         excesses = np.array([self.peers.excess(row, self.everyone, self.busy) for row in every])
         self.noise = np.abs(excesses - np.median(excesses, axis=0)).max(axis=0)
         self.learned.clear()
