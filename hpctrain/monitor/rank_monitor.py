@@ -61,10 +61,6 @@ class MonitorSession:
         """Publishes the step of the run at which this attempt starts, for events."""
         self.clock.head[shared.FIRST_STEP] = step
 
-    def has_layers(self, count: int) -> None:
-        """Publishes the number of layers of this rank's stage, used to suggest how to even out stages."""
-        self.clock.head[shared.LAYERS] = count
-
     def await_agent(self) -> None:
         """Waits until the agent watches; from then on it notes which of its node's ranks dies first."""
         if self.watching >= 0:
@@ -287,7 +283,6 @@ class MonitorHook(BaseHook):
         self.orderly = False
 
     def before_fit(self, training: Training) -> None:
-        self.session.has_layers(training.framework.facts.num_layers)
         self.session.await_agent()
 
     def after_step(self, training: Training, result: StepResult) -> StopReason | None:

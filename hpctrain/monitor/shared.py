@@ -19,8 +19,8 @@ from hpctrain.monitor.window import COLUMNS
 from hpctrain.system import processes, shared_memory
 
 # Heartbeat: indexes of the first numbers of a slot.
-PID, STARTED, STATE, STEPS, MARKED_AT, MARKED_PHASE, FIRST_STEP, DUMP_SIGNAL, DUMP_FILE, WAITS_FOR, LAYERS = range(11)
-GPU_PLACE, PEAK_BYTES, RESERVED_BYTES = range(11, 14)
+PID, STARTED, STATE, STEPS, MARKED_AT, MARKED_PHASE, FIRST_STEP, DUMP_SIGNAL, DUMP_FILE, WAITS_FOR = range(10)
+GPU_PLACE, PEAK_BYTES, RESERVED_BYTES = range(10, 13)
 """The rank's GPU (``place_of``; 0 without one), and the memory that its tensors used at most and that PyTorch holds."""
 HEADER = 16
 ROW = 16

@@ -143,10 +143,10 @@ def program_environment(
         return port, environment
     group = FolderGroup("program", run_dir, attempt, word.rank, size, lambda: bool(signals.received))
     mine = [word.host, port.getsockname()[1], [dataclasses.astuple(each) for each in interfaces()]]
-    found = group.allgather(mine, "say where they are")
-    addresses = [(host, number) for host, number, _ in found]
-    place = place_of(word.rank, [host for host, _ in addresses])
-    ours = variables(convention, place, addresses, master_of([(host, own) for host, _, own in found]))
+    hosts, ports, networks = zip(*group.allgather(mine, "say where they are"), strict=True)
+    place = place_of(word.rank, hosts)
+    master = master_of([*zip(hosts, networks, strict=True)])
+    ours = variables(convention, place, [*zip(hosts, ports, strict=True)], master)
     environment |= {name: value for name, value in ours.items() if name not in given}
     return port, environment | {PLACE: json.dumps(dataclasses.asdict(place)), WATCHED_DIR: str(run_dir.path)}
 

@@ -151,13 +151,14 @@ def moment(seconds: float | None) -> str:
 def _figure(name: str, figure: Figure, step: int) -> ReportSection:
     key, title = re.sub(r"[^\w-]+", "_", f"metric_{name}"), f"Validation {name} at step {step}"
     if isinstance(figure, Curve):
+        x, y = figure.x, figure.y
         axes = f"across: {figure.x_label}; up: {figure.y_label}"
-        chart = charts.line_chart(title, [charts.ChartLine(name, figure.x, figure.y)], axes, from_zero=True)
-        rows: list[Sequence[Any]] = list(zip(figure.x, figure.y, strict=True))
-        return ReportSection(key, chart, (figure.x_label, figure.y_label), rows)
-    chart = charts.confusion_chart(title, figure.labels, figure.counts)
-    rows = [(label, *counts) for label, counts in zip(figure.labels, figure.counts, strict=True)]
-    return ReportSection(key, chart, ("true class", *(f"taken for {label}" for label in figure.labels)), rows)
+        chart = charts.line_chart(title, [charts.ChartLine(name, x, y)], axes, from_zero=True)
+        return ReportSection(key, chart, (figure.x_label, figure.y_label), [*zip(x, y, strict=True)])
+    labels, counts = figure.labels, figure.counts
+    header = ("true class", *(f"taken for {label}" for label in labels))
+    rows = [(label, *row) for label, row in zip(labels, counts, strict=True)]
+    return ReportSection(key, charts.confusion_chart(title, labels, counts), header, rows)
 
 
 def _heat(values: NDArray[np.float64]) -> ReportSection:

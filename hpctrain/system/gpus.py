@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,16 +35,25 @@ def usable_gpus(root: Path = Path("/")) -> list[Gpu]:
     Args:
         root: root of the file system.
     """
-    dev, drivers = root / "dev", root / "sys/class"
-    found = [Gpu("NVIDIA", path) for path in sorted(dev.glob("nvidia[0-9]*"))]
-    for node in sorted((drivers / "kfd/kfd/topology/nodes").glob("*/properties")):
+    return [gpu for gpu in (*_nvidia(root), *_amd(root), *_intel(root)) if _opens(gpu.path)]
+
+
+def _nvidia(root: Path) -> Iterator[Gpu]:
+    for path in sorted((root / "dev").glob("nvidia[0-9]*")):
+        yield Gpu("NVIDIA", path)
+
+
+def _amd(root: Path) -> Iterator[Gpu]:
+    for node in sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties")):
         known = dict(line.split(maxsplit=1) for line in read_text(node).splitlines() if " " in line)
         if int(known.get("gfx_target_version", 0)) in INSTINCT:
-            found.append(Gpu("AMD", dev / "dri" / f"renderD{known.get('drm_render_minor', '')}"))
-    for card in sorted((drivers / "drm").glob("renderD*/device")):
-        if (_hexadecimal(card / "vendor"), _hexadecimal(card / "device")) in {(INTEL, one) for one in MAX_SERIES}:
-            found.append(Gpu("Intel", dev / "dri" / card.parent.name))
-    return [gpu for gpu in found if _opens(gpu.path)]
+            yield Gpu("AMD", root / "dev/dri" / f"renderD{known.get('drm_render_minor', '')}")
+
+
+def _intel(root: Path) -> Iterator[Gpu]:
+    for card in sorted((root / "sys/class/drm").glob("renderD*/device")):
+        if _hexadecimal(card / "vendor") == INTEL and _hexadecimal(card / "device") in MAX_SERIES:
+            yield Gpu("Intel", root / "dev/dri" / card.parent.name)
 
 
 def hardware(root: Path = Path("/proc")) -> str:

@@ -69,13 +69,13 @@ def test_a_part_of_the_layers_that_has_more_to_do_is_the_plans(events: Events) -
     assert "the layers are split unevenly, no rank is slow" in plan["sentence"]
 
 
-def test_a_stage_that_takes_longer_is_told_with_what_would_even_it(events: Events) -> None:
+def test_a_stage_that_takes_longer_is_told(events: Events) -> None:
     confirmed = [event for event in events("stage") if event.get("state") == "confirmed"]
     assert not {event["kind"] for event in confirmed} & {"rank", "host"}
     [plan] = [event for event in confirmed if event["kind"] == "plan"]
     assert plan["ranks"] == [2, 3] and plan["evidence"] == []
     assert plan["sentence"].startswith("stage 1 (ranks 2-3) takes ")
-    assert "no rank is slow; move 1 layer from stage 1 to stage 0" in plan["sentence"]
+    assert "no rank is slow" in plan["sentence"]
 
 
 def test_a_rank_that_fails_is_named_with_its_place(folder: Folder) -> None:

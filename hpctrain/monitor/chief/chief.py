@@ -62,7 +62,7 @@ class Chief:
         if message.kind == "beat":
             self.run.starts_at(fields["first_step"])
             self.standstill.hear(fields["node"], [Beat(*beat) for beat in fields["beats"]], now)
-            self.stragglers.hear(fields["node"], fields["dropped"], fields.get("layers", ()))
+            self.stragglers.dropped[fields["node"]] = fields["dropped"]
         elif message.kind == "findings":
             self.stragglers.find(fields["node"], fields["host"], fields["ranks"], now)
         elif message.kind == "devices":

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hpctrain.config.sections import MonitorConfig
 from hpctrain.errors import RunFailed
-from hpctrain.monitor.chief.peers import Load, Move
+from hpctrain.monitor.chief.peers import Load
 from hpctrain.monitor.framing import Message
 from hpctrain.run import bad_nodes
 from hpctrain.run.event_log import EventWriter
@@ -92,8 +92,6 @@ class Finding:
     """Seconds of each step that unequal work costs, for Kind.IMBALANCE."""
     power: float | None = None
     """Power of the reported work that time follows; 0 if it follows none, None if that work does not vary."""
-    move: Move | None = None
-    """Layers to move to even out the stages, if known."""
     has_named: bool = False
     """Another rank is named at this time: this finding concerns the other ranks."""
 

@@ -136,11 +136,17 @@ class Judge:
         raw = self.peers.excess(np.median(window.busy, axis=1), ranks, past)
         excess = np.minimum(raw, self.peers.excess(medians, ranks, past))
         z = self.peers.robust_z(medians, busy, ranks, past)
-        slow = (excess >= self.rule.slow) & (z >= self.rule.z)
-        chance = slowness.chance_excess(busy, self.rule.z)
-        few, levelled = self.peers.few(ranks), self.peers.levelled(medians, ranks, past)
-        cost = slowness.cost_of_each(window.busy, window.wait)
-        return Measures(window, medians, raw, excess, cost, slow, few, levelled, chance)
+        return Measures(
+            window,
+            medians,
+            raw,
+            excess,
+            cost=slowness.cost_of_each(window.busy, window.wait),
+            slow=(excess >= self.rule.slow) & (z >= self.rule.z),
+            few=self.peers.few(ranks),
+            levelled=self.peers.levelled(medians, ranks, past),
+            chance=slowness.chance_excess(busy, self.rule.z),
+        )
 
     # --- ranks -------------------------------------------------------------------------------------------------------
 

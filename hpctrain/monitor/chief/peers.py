@@ -27,19 +27,6 @@ class Load:
     """Fraction by which it takes longer than the mean of the others."""
     cost: float
     """Fraction of the step that would be saved if all took the same time."""
-    seconds: tuple[float, ...] = ()
-    """Seconds of each index on the axis."""
-
-
-@dataclass(frozen=True)
-class Move:
-    """Layers to move to a neighbouring stage."""
-
-    layers: int
-    begin: int
-    """Stage that has them."""
-    end: int
-    """Stage that should have them."""
 
 
 class Peers:
@@ -151,25 +138,5 @@ def heaviest(levels: Mapping[int, float], grid: Grid, step_s: float) -> Load | N
         others = float(np.delete(typical, index).mean())
         cost = float(typical[index] - typical.mean()) / max(step_s, 1e-9)
         excess = float(typical[index]) / max(others, 1e-9) - 1
-        found.append(Load(axis, index, excess, cost, tuple(typical.tolist())))
+        found.append(Load(axis, index, excess, cost))
     return max(found, key=lambda load: load.cost, default=None)
-
-
-def evening(load: Load, layers: Mapping[int, int]) -> Move | None:
-    """Returns how many layers to move from the heaviest stage to its lighter neighbour, assuming equal layers.
-
-    Args:
-        load: the heaviest stage.
-        layers: number of layers by stage; stages may be missing.
-
-    Returns:
-        The move; None if layer counts are unknown or moving a whole layer would not help.
-    """
-    begin, seconds = load.index, load.seconds
-    neighbours = [stage for stage in (begin - 1, begin + 1) if 0 <= stage < len(seconds)]
-    if not neighbours or layers.get(begin, 0) < 2:
-        return None
-    end = min(neighbours, key=lambda stage: seconds[stage])
-    each = seconds[begin] / layers[begin]
-    count = min(round((seconds[begin] - seconds[end]) / 2 / each), layers[begin] - 1)
-    return Move(count, begin, end) if count > 0 else None

@@ -68,14 +68,6 @@ def of_plan(verdict: Finding) -> str:
     return f"{what} ({of_ranks(verdict.ranks)})"
 
 
-def moves(verdict: Finding) -> str:
-    """Says which layers to move to even out stages; empty if not known."""
-    move = verdict.move
-    if move is None:
-        return ""
-    return f"; move {move.layers} layer{'s' if move.layers > 1 else ''} from stage {move.begin} to stage {move.end}"
-
-
 def of_work(verdict: Finding) -> str:
     """Says how ranks' work differs."""
     if verdict.ranks:
@@ -125,7 +117,7 @@ BY_KIND = {
     Kind.PLAN: lambda v: (
         f"{of_plan(v)} takes {v.slowdown:.0%} longer than the other{'s' if v.load else ' ranks'} on every rank that "
         f"has it: {WORDS[v.cause]}, which costs {v.cost:.0%} of the time: the layers are split unevenly, "
-        f"{no_rank(v)} is slow{moves(v)}"
+        f"{no_rank(v)} is slow"
     ),
     Kind.NETWORK: lambda v: (
         f"the exchange takes {1 + v.slowdown:.1f} times as long as at the start, {costs(v)}: "

@@ -18,7 +18,6 @@ from hpctrain.monitor import window
 from hpctrain.monitor.chief import sentence
 from hpctrain.monitor.chief.finding import Finding, FindingState, Kind, NodeCommand, Watched
 from hpctrain.monitor.chief.judge import Judge, Measures
-from hpctrain.monitor.chief.peers import Move, evening
 from hpctrain.monitor.chief.slowness import COMPUTE
 from hpctrain.monitor.framing import Message
 from hpctrain.run.events import RankDevice, Straggler
@@ -98,8 +97,6 @@ class Stragglers:
         self.judged = -1
         self.findings: dict[str, tuple[float, tuple[str, ...]]] = {}
         self.dropped: dict[int, int] = {}
-        self.layers: dict[int, int] = {}
-        """Number of layers of each rank's stage, for pipelines."""
         self.active: dict[tuple[Kind, tuple[int, ...]], str] = {}
         """Confirmed findings, in words; the key holds the ranks only for findings that blame particular ones."""
         self.confirmed_at: dict[tuple[Kind, tuple[int, ...]], float] = {}
@@ -108,11 +105,6 @@ class Stragglers:
         """Suspicions of the last window, in words."""
         self.shown: Measures | None = None
         self.next_live = 0.0
-
-    def hear(self, node: int, dropped: int, layers: Sequence[tuple[int, int]]) -> None:
-        """Records the number of windows that a node has lost, and its ranks' layer counts."""
-        self.dropped[node] = dropped
-        self.layers.update({rank: count for rank, count in layers if count})
 
     def find(self, node: int, host: Sequence[str], ranks: Mapping[str, Sequence[str]], now: float) -> None:
         """Records what a node's counters show about its host and ranks."""
@@ -145,7 +137,7 @@ class Stragglers:
         self.drop_cleared()
         for verdict in verdicts:
             place = self.run.grid.label(verdict.ranks[0]) if len(verdict.ranks) == 1 else ""
-            self.tell(replace(self.with_evidence(verdict), place=place, move=self.move_of(verdict)))
+            self.tell(replace(self.with_evidence(verdict), place=place))
         suspects = [rank for verdict in verdicts if verdict.state is FindingState.SUSPECT for rank in verdict.ranks]
         return [NodeCommand(node, Message("look")) for node in sorted({self.run.nodes[rank] for rank in suspects})]
 
@@ -171,13 +163,6 @@ class Stragglers:
             for line in found
         ]
         return replace(verdict, evidence=tuple(dict.fromkeys(lines)))
-
-    def move_of(self, verdict: Finding) -> Move | None:
-        """Layers to move to even out stages; None if the finding is not about stages."""
-        if verdict.load is None or verdict.load.axis != "stage":
-            return None
-        stage_of = {rank: self.run.grid.place(rank).stage for rank in self.layers}
-        return evening(verdict.load, {stage_of[rank]: count for rank, count in self.layers.items()})
 
     def tell(self, verdict: Finding) -> None:
         """Reports a finding to the log, events, live view and exclusion list."""

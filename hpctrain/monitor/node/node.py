@@ -143,9 +143,6 @@ class Node:
             "beats": [astuple(beat) for beat in beats],
             "dropped": self.dropped,
             "first_step": int(heads[:, shared.FIRST_STEP].max()),
-            "layers": [
-                [rank, int(count)] for rank, count in zip(self.plan.ranks, heads[:, shared.LAYERS], strict=True)
-            ],
         }
         return Message("beat", fields)
 
