@@ -75,9 +75,7 @@ class SlurmConfig(Section, key="launch.slurm"):
     extra: tuple[str, ...] = ()
     """More directives, as written in a script: --nice=100."""
     skip: tuple[str, ...] = ()
-    """Directives to omit, by name: --mem."""
-    replace: dict[str, str] = field(default_factory=dict)
-    """Lines that replace directives, by name: {--gres: --gres=gpu:v100:4}."""
+    """Directives to omit, by name: --mem; with ``extra``, to replace."""
 
 
 Engine = Literal["local", "hosts", "slurm", "pbs", "lsf", "gridengine", "flux", "runners"]

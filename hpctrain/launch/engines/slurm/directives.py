@@ -149,22 +149,13 @@ def build(
 
 
 def change(made: list[Directive], slurm: SlurmConfig) -> list[Directive]:
-    """Skips, replaces and adds directives as the user asks."""
-    names = {directive.name for directive in made}
-    skipped = {_long(name) for name in slurm.skip}
-    replaced = {_long(name): parse(line, "launch.slurm.replace") for name, line in slurm.replace.items()}
-    for name in sorted((skipped | replaced.keys()) - names):
+    """Leaves out the directives that the user skips, and adds the user's own."""
+    names, skipped = {directive.name for directive in made}, {_long(name) for name in slurm.skip}
+    for name in sorted(skipped - names):
         near = difflib.get_close_matches(name, names, n=1)
-        raise UserError(
-            f"launch.slurm names {name}, which the script does not have",
-            f"did you mean {near[0]}?"
-            if near
-            else f"name one of {', '.join(sorted(names))}, or use launch.slurm.extra",
-        )
-    if both := sorted(skipped & replaced.keys()):
-        raise UserError(f"launch.slurm both skips and replaces {both[0]}", "keep one of the two")
-    kept = [replaced.get(directive.name, directive) for directive in made if directive.name not in skipped]
-    return [*kept, *(parse(line, "launch.slurm.extra") for line in slurm.extra)]
+        fix = f"did you mean {near[0]}?" if near else f"name one of {', '.join(sorted(names))}"
+        raise UserError(f"launch.slurm.skip names {name}, which the script does not have", fix)
+    return [*(each for each in made if each.name not in skipped), *map(parse, slurm.extra)]
 
 
 def check(directives: Iterable[Directive]) -> tuple[Directive, ...]:
@@ -173,7 +164,7 @@ def check(directives: Iterable[Directive]) -> tuple[Directive, ...]:
     kinds = [directive.kind for directive in directives]
     for kind in kinds:
         if kinds.count(kind) > 1 and kind != "--gres":
-            fix = f"use launch.slurm.replace for {kind} in place of extra"
+            fix = f"put {kind} into launch.slurm.skip if it is ours, or give it once"
             raise UserError(f"the script would have {kind} twice", fix)
     for group in EXCLUSIVE:
         found = [kind for kind in kinds if kind in group]
@@ -189,15 +180,15 @@ def joined(directives: Iterable[Directive]) -> tuple[Directive, ...]:
     return tuple({each.name: gres if each.name == "--gres" else each for each in directives}.values())
 
 
-def parse(line: str, key: str) -> Directive:
+def parse(line: str) -> Directive:
     """Parses a directive as users write it: ``--mem=4G``, ``--mem 4G``, ``-p long``, ``#SBATCH --exclusive``."""
-    words = text(line, key).strip().removeprefix("#SBATCH").strip()
+    words = text(line, "launch.slurm.extra").strip().removeprefix("#SBATCH").strip()
     match = re.fullmatch(r"(--[a-z][a-z-]*|-[A-Za-z])(?:(?:=|\s+|(?<=^-[A-Za-z]))(.+))?", words)
     if not match:
-        raise UserError(f"{key} has {line!r}", "write a directive as in a script, such as --nice=100")
+        raise UserError(f"launch.slurm.extra has {line!r}", "write a directive as in a script, such as --nice=100")
     name, value = _long(match.group(1)), match.group(2)
-    if name in OURS and key.endswith("extra"):
-        raise UserError(f"{key} has {name}, which hpctrain sets itself", _alternative(name))
+    if name in OURS:
+        raise UserError(f"launch.slurm.extra has {name}, which hpctrain sets itself", _alternative(name))
     if value and len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
         value = value[1:-1]
     return Directive(name, value)

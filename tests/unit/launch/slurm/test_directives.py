@@ -81,16 +81,14 @@ def test_twice_the_same_is_refused() -> None:
         names(partition="a", extra=("-p b",))
 
 
-def test_skip_replace_and_extra() -> None:
-    found = names(
-        memory="4G", time="30", skip=("--mem",), replace={"--time": "--time=45"}, extra=("--nice=100", "-x n7")
-    )
+def test_skip_and_extra() -> None:
+    found = names(memory="4G", time="30", skip=("--mem", "--time"), extra=("--time=45", "--nice=100", "-x n7"))
     assert "--time=45" in found and "--time=30" not in found
     assert not any(word.startswith("--mem") for word in found)
     assert found[-2:] == ["--nice=100", "--exclude=n7"]
 
 
-@pytest.mark.parametrize("slurm", [{"skip": ("--mum",)}, {"replace": {"--memm": "--mem=1G"}}])
+@pytest.mark.parametrize("slurm", [{"skip": ("--mum",)}])
 def test_changing_what_is_not_there_names_the_nearest(slurm: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"(?s)which the script does not have.*did you mean --mem\?"):
         names(memory="4G", **slurm)
@@ -120,7 +118,7 @@ def test_what_is_no_directive_is_refused(line: str) -> None:
     ],
 )
 def test_directives_are_read_as_people_write_them(line: str, expected: Directive) -> None:
-    assert parse(line, "launch.slurm.extra") == expected
+    assert parse(line) == expected
 
 
 @pytest.mark.parametrize(
@@ -153,7 +151,7 @@ def test_gpus_that_do_not_divide_are_refused() -> None:
 def test_every_field_is_used_or_known_to_be_for_other_parts() -> None:
     others = {
         "profile", "gpu_request", "cpu_bind", "mpi", "srun_options", "mpirun_options", "wrap", "scratch",
-        "max_requeues", "signal_s", "skip", "replace", "time_min", "gpu_type", "bad_nodes",
+        "max_requeues", "signal_s", "skip", "time_min", "gpu_type", "bad_nodes",
     }  # fmt: skip
     values = {
         "account": "v1", "partition": "v2", "qos": "v3", "constraint": "v4", "reservation": "v5", "licenses": "v6",
