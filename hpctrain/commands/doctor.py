@@ -31,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="start this many ranks: up to the first step, and to measure links and devices",
     )
     parser.set_defaults(overrides=[])
-    parser.epilog = "Any key of the run file can be given as an option, which overrides the file: --data.workers 4"
 
 
 def run(args: argparse.Namespace) -> int:

@@ -49,12 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     if name in ("render", "submit", "resume"):
         parser.set_defaults(overrides=[])
-        parser.epilog = "Any key of the run file can be given as an option, which overrides the file: --launch.nodes 4"
     if name == "render":
         parser.add_argument("--portable", action="store_true", help="a script that takes any run file as its argument")
     if name in ("render", "submit"):
         parser.set_defaults(program=())
-        parser.epilog = f"{parser.epilog}. {PROGRAM.format(command=name)}"
+        parser.epilog = PROGRAM.format(command=name)
         parser.add_argument(
             "--array", action="append", default=[], metavar="SWEEP", help="file of options, or key=v1,v2"
         )

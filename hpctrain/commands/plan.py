@@ -85,7 +85,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(overrides=[])
-    parser.epilog = "Any key of the run file can be given as an option, which overrides the file: --train.accumulate 4"
 
 
 def num_bytes(text: str) -> int:
