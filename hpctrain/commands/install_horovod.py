@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import subprocess
 import sys
 import sysconfig
@@ -46,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         RunFailed: the build failed; the message names its log.
     """
     begin = time.monotonic()
-    say = _silent if args.json else _say
+    say: build.Say = _silent if args.json else foreign_text.show
     folder = (args.wheel_dir or build.own_folder()).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     room = folder if build.is_private(folder) else build.own_folder()
@@ -89,11 +88,9 @@ def run(args: argparse.Namespace) -> int:
         "version": recipe.version, "frameworks": frameworks, "mpi": mpi.name, "gpu": args.gpu, "built": built,
         "wheel": str(wheel), "seconds": round(time.monotonic() - begin, 1),
     }  # fmt: skip
-    if args.json:
-        foreign_text.show(json.dumps(outcome))
-    else:
-        against = " and ".join(f"{name} {version}" for name, version in frameworks.items())
-        say(f"Horovod {patch.VERSION} for {against} over {mpi.name} is installed ({outcome['seconds']:.0f} s)")
+    against = " and ".join(f"{name} {version}" for name, version in frameworks.items())
+    text = f"Horovod {patch.VERSION} for {against} over {mpi.name} is installed ({outcome['seconds']:.0f} s)"
+    foreign_text.answer(args.json, outcome, [text])
     return ExitCode.DONE
 
 
@@ -151,10 +148,6 @@ def _locked(path: Path, say: build.Say) -> Iterator[None]:
             while not take_lock(file.fileno()):
                 time.sleep(1)
         yield
-
-
-def _say(text: str) -> None:
-    foreign_text.show(text)
 
 
 def _silent(text: str) -> None:
