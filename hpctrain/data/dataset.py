@@ -218,6 +218,12 @@ def check_field(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], where: 
     return Field(tuple(shape[1:]), dtype.newbyteorder("="))
 
 
+def fields_like(sample: Mapping[str, NDArray[Any]], length: int, ragged: bool, where: str) -> dict[str, Field]:
+    """The fields of ``length`` samples like this one, which may differ in shape if ``ragged``. Raises UserError."""
+    shapes = {name: (-1,) * array.ndim if ragged else array.shape for name, array in sample.items()}
+    return {name: check_field(name, (length, *shapes[name]), array.dtype, where) for name, array in sample.items()}
+
+
 def check_lengths(lengths: Mapping[str, int], where: str) -> int:
     """The common length of all arrays; raises UserError if lengths differ or there are no samples."""
     if not lengths:

@@ -138,6 +138,15 @@ def transform_one(transform: Transform, sample: Sample, seed: int, epoch: int, s
         return named(transformed, None)
 
 
+def host(value: Any) -> Any:
+    """Convert torch tensors, also in mappings and tuples, to NumPy arrays on the host."""
+    if isinstance(value, Mapping):
+        return {name: host(each) for name, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        return tuple(map(host, value))
+    return value.numpy(force=True) if hasattr(value, "detach") else value
+
+
 def named(sample: Any, names: tuple[str, ...] | None) -> Sample:
     """A sample's arrays by name: a mapping's own keys, or ``names`` for the parts of a tuple, by default x and y."""
     if isinstance(sample, Mapping):

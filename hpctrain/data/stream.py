@@ -16,11 +16,11 @@ from typing import Any, Protocol, TypeGuard, cast, runtime_checkable
 
 import numpy as np
 
-from hpctrain.data.dataset import ArrayDataset, Field, Samples, check_field, from_arrays, users_code, with_place
+from hpctrain.data.dataset import ArrayDataset, Field, Samples, fields_like, from_arrays, users_code, with_place
 from hpctrain.data.global_generators import GlobalGenerators, states
 from hpctrain.data.order import first_draw, part_of
 from hpctrain.data.pipeline import Batch, prefetched
-from hpctrain.data.samples import Recipe, Sample, batch_of, named
+from hpctrain.data.samples import Recipe, Sample, batch_of, host, named
 from hpctrain.errors import HpctrainError, UserError, foreign_errors, refusal
 
 UNKNOWN_LENGTH = 2**62
@@ -64,11 +64,7 @@ class Stream:
     """Whether it drew from global random generators up to its first sample."""
 
     def __post_init__(self) -> None:
-        kind = type(self.source).__name__
-        shapes = {name: (1, *value.shape) for name, value in self.first.items()}
-        self.fields: Mapping[str, Field] = {
-            name: check_field(name, shapes[name], value.dtype, kind) for name, value in self.first.items()
-        }
+        self.fields: Mapping[str, Field] = fields_like(self.first, 1, False, type(self.source).__name__)
 
     def undecoded(self, skip: int = 0) -> Iterator[Any]:
         """Raw items from the current position, skipping the first ``skip``; ``sample`` decodes them."""
@@ -219,15 +215,6 @@ def decoded(
     fix = "correct the stream, or the function that decodes its samples"
     with users_code(f"sample {number} of {kind} cannot be decoded", fix):
         return named(host(decode(raw) if decode else raw), names)
-
-
-def host(sample: Any) -> Any:
-    """Convert torch tensors, also in mappings and tuples, to NumPy arrays on the host."""
-    if isinstance(sample, Mapping):
-        return {name: host(value) for name, value in sample.items()}
-    if isinstance(sample, (tuple, list)):
-        return tuple(map(host, sample))
-    return sample.detach().cpu().numpy() if hasattr(sample, "detach") else sample
 
 
 def digest_of(value: Any) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.casting import is_exact
-from hpctrain.data.dataset import Field, Samples, check_field, choose, content_fingerprint, users_code
+from hpctrain.data.dataset import Field, Samples, choose, content_fingerprint, fields_like, users_code
 from hpctrain.data.formats.away import noticing, patiently
 from hpctrain.data.samples import Sample, named, stack
 from hpctrain.errors import UserError, file_errors, refusal, requires
@@ -84,11 +84,7 @@ def open_records(records: Records, decode: Decode | None, names: tuple[str, ...]
     if not len(records):
         raise UserError(f"{where} holds no records", "give data with at least one sample")
     first = sample_of(records, decode, names, 0, records.read([0])[0])
-    shapes = {name: (-1,) * value.ndim if ragged else value.shape for name, value in first.items()}
-    fields = {
-        name: check_field(name, (len(records), *shapes[name]), value.dtype, where) for name, value in first.items()
-    }
-    return RecordDataset(records, decode, names, ragged, fields)
+    return RecordDataset(records, decode, names, ragged, fields_like(first, len(records), ragged, where))
 
 
 def sample_of(

@@ -129,13 +129,13 @@ class CalledSeededDataset(CalledDataset):
         return self.dataset.read_seeded(indices, seeds)
 
 
-RECORDS: Mapping[str, Callable[[Path], Records]] = {".jsonl": JsonLines, ".ndjson": JsonLines, ".tar": TarShard}
-"""Classes that read files of records, by suffix; all other files are HDF5 unless they are tables."""
-
-
+RECORDS: Mapping[str, Callable[[Path], Records]] = {"JSON lines": JsonLines, "tar": TarShard}
+"""Classes that read files of records, by kind."""
+KINDS = {".jsonl": "JSON lines", ".ndjson": "JSON lines", ".tar": "tar", ".parquet": "Parquet"}
+"""Kinds by suffix; HDF5 is the default."""
 NETCDF = "netcdf"
 HDF5 = (".h5", ".hdf5")
-"""Suffixes of HDF5 files in file:// addresses; on disk, HDF5 is the default for unknown suffixes."""
+"""Suffixes of HDF5 files in file:// addresses."""
 
 
 def open_files(
@@ -146,40 +146,37 @@ def open_files(
     decode: Any = None,
 ) -> Dataset:
     """Open and concatenate files or tables of one kind."""
-    tables = [table_kind(path) for path in paths]
-    suffixes = {Path(path).suffix.lower() for path in paths}
-    records = [RECORDS.get(suffix) for suffix in suffixes]
-    if len(set(records)) > 1 or len({found is None for found in tables}) > 1:
-        raise UserError(f"files of several kinds are given as one: {', '.join(sorted(suffixes))}", "give one kind")
-    parts: list[Dataset]
-    if isinstance(decode, str) and (decode != NETCDF or tables[0] is not None or records[0] is not None):
+    kind, *others = {kind_of(path) for path in paths}
+    if others:
+        suffixes = sorted({Path(path).suffix.lower() for path in paths})
+        raise UserError(f"files of several kinds are given as one: {', '.join(suffixes)}", "give one kind")
+    if isinstance(decode, str) and (decode, kind) != (NETCDF, "HDF5"):
         raise UserError(f"decode={decode!r} is given for {paths[0]}", "give a function, or for HDF5 'netcdf'")
-    if tables[0] is not None:
-        opened = [open_table(*found) for found in tables if found is not None]
-        parts = [open_table_dataset(table, names, cache, ragged, decode) for table in opened]
-    elif records[0] is not None:
-        indexed = [patiently(functools.partial(records[0], Path(path))) for path in paths]
-        parts = [open_records(each, decode, names, ragged) for each in indexed]
-    else:
+    if callable(decode) and kind == "HDF5":
+        raise UserError(f"{paths[0]} is read as HDF5, whose arrays no function decodes", "leave decode out")
+
+    def open_one(path: str | Path) -> Dataset:
+        if kind == "Parquet":
+            return open_table_dataset(open_table(str(path), "parquet"), names, cache, ragged, decode)
+        if kind in RECORDS:
+            return open_records(patiently(lambda: RECORDS[kind](Path(path))), decode, names, ragged)
         from hpctrain.data.formats.hdf5 import open_hdf5
 
-        if decode not in (None, NETCDF):
-            raise UserError(f"{paths[0]} is read as HDF5, whose arrays no function decodes", "leave decode out")
-        how = names, cache, NETCDF if decode else None
-        parts = [patiently(functools.partial(open_hdf5, Path(path), *how)) for path in paths]
-    return concatenate(parts, [str(path) for path in paths])
+        return patiently(lambda: open_hdf5(Path(path), names, cache, decode))
+
+    return concatenate([open_one(path) for path in paths], [str(path) for path in paths])
 
 
-def table_kind(source: str | Path) -> tuple[str, str] | None:
-    """(address, kind) of a table; None for other files."""
+def kind_of(source: str | Path) -> str:
+    """The kind of a file, of a folder of Parquet files, or of a URI; raises UserError for others in a store."""
     text = str(source)
     suffix = Path(text).suffix.lower()
     if "://" in text and suffix not in ("", ".parquet"):
         fix = "copy it to a disk of the cluster, or store its samples as Parquet"
         raise UserError(f"{text} cannot be read directly from the store: only Parquet files can", fix)
-    if "://" in text or suffix == ".parquet" or any(Path(text).expanduser().glob("**/*.parquet")):
-        return text, "parquet"
-    return None
+    if "://" in text or any(Path(text).expanduser().glob("**/*.parquet")):
+        return "Parquet"
+    return KINDS.get(suffix, "HDF5")
 
 
 def expand(pattern: str | Path) -> list[str | Path]:

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch.utils import data
 
-from hpctrain.data.dataset import Field, Samples, check_field, users_code
+from hpctrain.data.dataset import Field, Samples, fields_like, users_code
 from hpctrain.data.global_generators import kept, seed_all
-from hpctrain.data.samples import Sample, layout, named, stack
+from hpctrain.data.samples import Sample, host, layout, named, stack
 from hpctrain.errors import UserError
 
 
@@ -94,20 +93,11 @@ def adapted(source: Any, names: tuple[str, ...] | None, ragged: bool = False) ->
         raise UserError(f"the torch Dataset {kind} holds no samples", "give data with at least one sample")
     with kept():
         first = seeded_sample(source, 0, names, 0)
-    shapes = {name: (-1,) * value.ndim if ragged else value.shape for name, value in first.items()}
-    fields = {name: check_field(name, (length, *shapes[name]), value.dtype, kind) for name, value in first.items()}
-    return (TorchDataset if never_draws(source) else SeededTorchDataset)(source, fields, names)
+    dataset = TorchDataset if never_draws(source) else SeededTorchDataset
+    return dataset(source, fields_like(first, length, ragged, kind), names)
 
 
 def sample_of(source: Any, index: int, names: tuple[str, ...] | None) -> Sample:
     """Reads one sample's arrays. Raises UserError that names the sample if the user's code fails."""
     with users_code(f"{type(source).__name__} failed on sample {index}", "correct the dataset, or the sample"):
-        sample = source[index]
-        if isinstance(sample, Mapping):
-            return named({name: host(value) for name, value in sample.items()}, names)
-        return named(tuple(map(host, sample)) if isinstance(sample, (tuple, list)) else host(sample), names)
-
-
-def host(value: Any) -> Any:
-    """Converts a tensor to an array in host memory; returns other values unchanged."""
-    return value.numpy(force=True) if isinstance(value, torch.Tensor) else value
+        return named(host(source[index]), names)
