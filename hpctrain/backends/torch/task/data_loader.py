@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 from torch.utils import data
 
 from hpctrain.backends.torch.state.tensors import kept_random_state
-from hpctrain.data.formats.torch_dataset import host
 from hpctrain.data.order import Epoch
 from hpctrain.data.samplers import WeightedSampler
-from hpctrain.data.samples import Sample, named
+from hpctrain.data.samples import Sample, host, named
 from hpctrain.errors import UserError, kind_of
 from hpctrain.tasks.definition import Task
 
