@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.comm.group import Group
-from hpctrain.errors import HpctrainError, UserError
+from hpctrain.errors import UserError
 from hpctrain.train.clock import Phase, StepClock
 
 Floats = NDArray[np.float64]
@@ -56,8 +56,6 @@ class BatchNorms:
 
     names = frozenset[str]()
     """Names of buffers that are equal on all ranks."""
-    problem: HpctrainError | None = None
-    """The error that ended a pass during a meeting, for callers whose framework wraps exceptions."""
 
     def update(self, micro_batches: int) -> contextlib.AbstractContextManager[None]:
         """A context for the forward and backward passes of one update. Collective.
@@ -175,17 +173,13 @@ class JointStatistics(BatchNorms):
 
     def _meet(self, kind: float, values: NDArray[np.floating]) -> Floats:
         """Gathers the values of all ranks that take part, one row per rank."""
-        try:
-            self.clock.mark(Phase.BACKWARD)  # its end is the rank's arrival
-            if self.agree is not None:
-                self.agree()
-            rows = self._gather(np.concatenate([[self.meetings, kind, len(values)], values]).astype(np.float64))
-            self.clock.mark(Phase.EXCHANGE)
-            self.meetings += 1
-            return rows[:, HEADER:]
-        except HpctrainError as error:
-            self.problem = error
-            raise
+        self.clock.mark(Phase.BACKWARD)  # its end is the rank's arrival
+        if self.agree is not None:
+            self.agree()
+        rows = self._gather(np.concatenate([[self.meetings, kind, len(values)], values]).astype(np.float64))
+        self.clock.mark(Phase.EXCHANGE)
+        self.meetings += 1
+        return rows[:, HEADER:]
 
     def _gather(self, message: Floats) -> Floats:
         """Gathers messages; raises UserError if their headers differ."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from hpctrain.comm.world import World
 from hpctrain.config.combinations import refuse
 from hpctrain.config.features import Feature
 from hpctrain.config.sections import ReduceConfig
+from hpctrain.errors import HpctrainError
 from hpctrain.reduce import horovod_setup
 from hpctrain.reduce.candidates import Candidate, candidates, look_around
 from hpctrain.reduce.flat_layout import ALIGNMENT, LOSS, SLOTS, SQUARE, plan
@@ -107,7 +109,7 @@ class HostReducer:
             notify(after)
             return sums
 
-        sums = tf.numpy_function(exchanged, pieces, [self.host.dtype] * len(pieces))
+        sums = on_host(exchanged, pieces, [self.host.dtype] * len(pieces))
         for total, piece in zip(sums, pieces, strict=True):
             total.set_shape(piece.shape)
         return [tf.cast(total, piece.dtype) for total, piece in zip(sums, pieces, strict=True)]
@@ -172,9 +174,38 @@ def notify(callback: Callback) -> None:
         callback()
 
 
+RAISED: list[HpctrainError] = []
+"""Errors of functions that TensorFlow called, in place of which it raises its own."""
+
+
+def on_host(function: Callable[..., Any], inputs: Sequence[tf.Tensor], dtypes: Any) -> Any:
+    """``tf.numpy_function``, of which ``own_errors`` raises the errors."""
+
+    def called(*arrays: NDArray[Any]) -> Any:
+        try:
+            return function(*arrays)
+        except HpctrainError as error:
+            RAISED.append(error)
+            raise
+
+    return tf.numpy_function(called, inputs, dtypes)
+
+
+@contextlib.contextmanager
+def own_errors() -> Iterator[None]:
+    """In the body, an error of a function that TensorFlow called is raised as it was."""
+    RAISED.clear()
+    try:
+        yield
+    except tf.errors.OpError as error:
+        if RAISED:
+            raise RAISED[0] from error
+        raise
+
+
 def python_called(function: Callable[..., Any], inputs: Sequence[tf.Tensor], dtype: tf.DType) -> tf.Tensor:
     """Calls a Python function that returns a scalar from within a TensorFlow function."""
-    given = tf.numpy_function(function, inputs, dtype)
+    given = on_host(function, inputs, dtype)
     given.set_shape(())
     return given
 

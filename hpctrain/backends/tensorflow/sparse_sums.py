@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hpctrain.backends.tensorflow.keras_reducer import Callback, Pieces, exchanged_dtype, notify
+from hpctrain.backends.tensorflow.keras_reducer import Callback, Pieces, exchanged_dtype, notify, on_host
 from hpctrain.comm.group import Group
 from hpctrain.reduce.row_exchange import RowExchange, SparseRows
 from hpctrain.train.framework import StepSettings
@@ -118,7 +118,7 @@ class SparseTables:
             notify(after)
             return sums
 
-        sums: list[tf.Tensor] = tf.numpy_function(exchanged, packed, [tensor.dtype for tensor in packed])
+        sums: list[tf.Tensor] = on_host(exchanged, packed, [tensor.dtype for tensor in packed])
         for total, spec in zip(sums, self.specs(), strict=True):
             total.set_shape(spec.shape)
         return sums

@@ -13,7 +13,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from hpctrain.backends.keras.keras_model import evaluates_itself, optimizers_in
-from hpctrain.backends.tensorflow.keras_reducer import KerasReducer, KerasReducers, python_called
+from hpctrain.backends.tensorflow.keras_reducer import KerasReducer, KerasReducers, own_errors, python_called
 from hpctrain.backends.tensorflow.sparse_sums import (
     Gradients,
     rows_read_alone,
@@ -212,6 +212,7 @@ class TrainStepProgram:
         self.step = Traced(self._step, compiled=False)
         """step(batch, share) -> {name: scalar}; ``share`` is this rank's fraction of the global batch."""
 
+    @own_errors()
     def run(self, micro_batches: Sequence[HostBatch], global_samples: int) -> UpdateResult:
         """See StepProgram. A rank without samples takes part in the exchanges but keeps its per-rank state."""
         if self.example is None and micro_batches:

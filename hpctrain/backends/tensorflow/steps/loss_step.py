@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from hpctrain.backends.joint_statistics import BatchNorms
 from hpctrain.backends.tensorflow.keras_performance import training_flops
-from hpctrain.backends.tensorflow.keras_reducer import KerasReducer
+from hpctrain.backends.tensorflow.keras_reducer import KerasReducer, own_errors
 from hpctrain.backends.tensorflow.steps.keras_step_context import KerasStepContext
 from hpctrain.backends.tensorflow.steps.passes import KerasPasses, Tensors, Traced, Update, float64, on_device
 from hpctrain.backends.tensorflow.task.dry_call import try_training
@@ -178,6 +178,7 @@ class LossProgram:
     def gradient_bytes(self) -> int:
         return 4 * self.packing.pieces.layout.gradients
 
+    @own_errors()
     def run(self, micro_batches: Sequence[HostBatch], global_samples: int) -> UpdateResult:
         """See StepProgram. Forward and backward are one function, so their time counts as Phase.BACKWARD."""
         self.passes.refuse_switched()
@@ -196,8 +197,6 @@ class LossProgram:
                     values = self.steps.complete(self._gradients(batches, global_samples), scale)
                 self.judge.read(values, self.steps.timed)
         except (tf.errors.OpError, NotFinite) as error:
-            if self.batch_norms.problem is not None:
-                raise self.batch_norms.problem from error
             if isinstance(error, NotFinite) or not self.judge.finite.numpy():
                 own = [np.isfinite(np.asarray(piece)).all() for piece in self._gradients(batches, global_samples)]
                 raise ranks_at_fault(NotFinite(), self.context.world.data, bool(all(own)), LOSS_OR_GRADIENT) from error

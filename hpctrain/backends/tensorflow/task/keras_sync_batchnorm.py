@@ -13,7 +13,7 @@ from keras.layers import BatchNormalization
 from numpy.typing import NDArray
 
 from hpctrain.backends.joint_statistics import JointStatistics
-from hpctrain.backends.tensorflow.keras_reducer import broadcast
+from hpctrain.backends.tensorflow.keras_reducer import broadcast, on_host
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError, kind_of
 from hpctrain.train.clock import StepClock
@@ -122,7 +122,7 @@ class KerasSyncBatchNorm(JointStatistics):
             )
         message = tf.concat([tf.cast(part, tf.float64) for part in parts], 0)
         with tf.control_dependencies(self.last):
-            found = tf.numpy_function(function, [message], tf.float64)
+            found = on_host(function, [message], tf.float64)
         found.set_shape([length])
         self.last = [found]
         return found

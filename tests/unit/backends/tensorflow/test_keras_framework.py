@@ -14,13 +14,14 @@ from keras import layers
 from hpctrain.backends.keras.keras_model import lacks_weights
 from hpctrain.backends.named_state import BLOCK_BYTES, load_tensors
 from hpctrain.backends.tensorflow.keras_framework import KerasFramework
+from hpctrain.backends.tensorflow.keras_reducer import HostReducer
 from hpctrain.backends.tensorflow.runtime import begin_task
 from hpctrain.backends.tensorflow.state.keras_tensors import VariableTensor
 from hpctrain.backends.tensorflow.state.weights import build_weights
 from hpctrain.backends.tensorflow.steps.loss_step import decision
 from hpctrain.backends.update import INITIAL, LossScale, UpdateRule
 from hpctrain.comm.world import World, alone
-from hpctrain.errors import UserError
+from hpctrain.errors import RunFailed, UserError
 from hpctrain.reduce.flat_layout import SLOTS, SQUARE, read_slots
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.clock import IntervalClock
@@ -496,6 +497,23 @@ def test_what_cannot_work_is_refused_with_a_reason() -> None:
     assert "has a loss_scale_factor" in refusal(optimizer=lambda: keras.optimizers.SGD(0.1, loss_scale_factor=8.0))
     assert "no layer of the Keras model computes in it" in refusal(model=made_for_fp32, precision="bf16")
     assert "which is for PyTorch" in refusal(recompute=("*",))
+
+
+def test_an_error_of_an_exchange_is_raised_and_not_tensorflows_about_it() -> None:
+    """Its sentence and code were lost in an UnknownError with the graph's trace."""
+
+    class Waiting:
+        dtype = tf.float32.as_numpy_dtype
+
+        def sum(self, *pieces: Any) -> Any:
+            raise RunFailed("waited 900 s for the other ranks", "look at their logs")
+
+        def close(self) -> None: ...
+
+    framework, batch = make_framework(alone()), next(global_batches(1))
+    framework.program.chosen.measured = lambda rehearse: HostReducer("mpi", Waiting(), joined=False)
+    with pytest.raises(RunFailed, match="waited 900 s"):
+        framework.step([batch], len(batch["x"]))
 
 
 def test_ranks_that_would_all_train_on_the_first_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
