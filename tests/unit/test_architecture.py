@@ -64,7 +64,7 @@ TOKENS: dict[str, int] = {
     "reduce": 11852,
     "train": 14719,
     "tasks": 7527,
-    "backends": 123476,
+    "backends": 123526,
     "checkpoint": 50967,
     "monitor": 31610,
     "track": 6112,

@@ -149,7 +149,16 @@ def optimizer_features(task: KerasTask, policy: str) -> dict[Feature, Any]:
     Args:
         task: the task, completed from its model.
         policy: dtype policy of layers that compute in the run's precision.
+
+    Raises:
+        UserError: the model computes in 16 bits, and the run in 32.
     """
+    low = {name: key for key, name in POLICIES.items()}.get(task.model.dtype_policy.name, "fp32")
+    if policy == POLICIES["fp32"] and low != "fp32":
+        raise UserError(
+            f"the dtype policy of the Keras model is {POLICIES[low]}, and train.precision is fp32",
+            f"set train.precision: {low}, or leave keras.config.set_dtype_policy out",
+        )
     optimizers = list(optimizers_in(task.optimizer).values())
     own = trains_itself(task.model)
     scaled = any(

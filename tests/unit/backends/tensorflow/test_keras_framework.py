@@ -474,10 +474,13 @@ def refusal(**changed: Any) -> str:
     return caught.value.what
 
 
-def made_for_fp32() -> keras.Model:
+def made_for(policy: str) -> keras.Model:
     """A model that ignores the precision that the run asks for."""
-    keras.config.set_dtype_policy("float32")
-    return plain_model()
+    keras.config.set_dtype_policy(policy)
+    try:
+        return plain_model()
+    finally:
+        keras.config.set_dtype_policy("float32")
 
 
 def frozen_model() -> keras.Model:
@@ -495,7 +498,10 @@ def test_what_cannot_work_is_refused_with_a_reason() -> None:
     assert "is a LossScaleOptimizer" in refusal(optimizer=lambda: scaled)
     # apply divides gradients by it, but only Keras' own train_step multiplies the loss
     assert "has a loss_scale_factor" in refusal(optimizer=lambda: keras.optimizers.SGD(0.1, loss_scale_factor=8.0))
-    assert "no layer of the Keras model computes in it" in refusal(model=made_for_fp32, precision="bf16")
+    assert "no layer of the Keras model computes in it" in refusal(model=lambda: made_for("float32"), precision="bf16")
+    assert "Keras model is mixed_float16, and train.precision is fp32" in refusal(
+        model=lambda: made_for("mixed_float16")
+    )
     assert "which is for PyTorch" in refusal(recompute=("*",))
 
 
