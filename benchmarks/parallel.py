@@ -13,7 +13,7 @@ from hpctrain.errors import ExitCode, UserError
 from hpctrain.system import foreign_text
 
 PROGRAM = "benchmarks.torch_parallel"
-OURS = ("one", "one-wide", "mpi", "sharded", "gradients", "tensor", "pipeline", "parameters")
+OURS = ("one", "one-wide", "mpi", "sharded", "gradients", "tensor", "pipeline", "interleaved", "parameters")
 THEIRS = ("ddp", "zero", "dtensor", "torch-pipeline", "fsdp")
 MODELS = {"small": (256, 6), "large": (512, 12)}
 """Width and number of blocks; 5 and 38 million parameters."""

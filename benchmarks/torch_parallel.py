@@ -42,6 +42,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "gradients": {"shard": "gradients"},
     "tensor": {"tensor": True},
     "pipeline": {"pipeline": True},
+    "interleaved": {"pipeline": True, "pipeline_chunks": 2},
     "parameters": {"shard": "parameters"},
 }
 """Keys of ``parallel``; True means all ranks."""

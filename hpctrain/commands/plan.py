@@ -113,12 +113,13 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(next(iter(reasons.values())), "start another number of ranks, or choose another global batch")
     shared = {tensor * pipeline for tensor, model in estimates.items() for pipeline in (1, *model.stages)}
     samples = {size: largest_micro_batch(config, args.ranks // size) for size in shared}
-    found = footprints(estimates, args.ranks, samples, program, config.train.accumulate)
+    found = footprints(
+        estimates, args.ranks, samples, program, config.train.accumulate, config.parallel.pipeline_chunks
+    )
     given = config.parallel
     size = given.tensor * given.pipeline
-    # Pipeline plans are listed without sharding.
-    shard = given.shard if args.ranks > size and given.pipeline == 1 else "none"
-    given_plan = ParallelLayout(given.tensor, args.ranks // size, shard, given.pipeline)
+    shard = given.shard if args.ranks > size else "none"
+    given_plan = ParallelLayout(given.tensor, args.ranks // size, shard, given.pipeline, given.pipeline_chunks)
     own = next((one for one in found if one.plan == given_plan), None)
     if args.json:
         result = {"plans": [one.to_json() for one in found], "not_possible": reasons, "memory": memory}

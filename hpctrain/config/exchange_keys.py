@@ -29,6 +29,9 @@ class ParallelConfig(Section, key="parallel"):
     pipeline: Positive = 1
     """PyTorch: number of pipeline stages into which the layers of the model are divided: those of the task's layers=,
     or of an nn.Sequential. The batch passes through them in the micro-batches of train.accumulate."""
+    pipeline_chunks: Positive = 1
+    """Pipeline stages of each rank. With several, each smaller, ranks wait less for each other, and hold more activations
+    and send them more often (interleaved 1F1B)."""
     shard: Shard = "none"
     """What is sharded over the ranks (PyTorch); results and checkpoints are the same."""
     shard_within: Literal["all", "node"] = "all"
@@ -43,6 +46,9 @@ class ParallelConfig(Section, key="parallel"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.pipeline_chunks > 1 and self.pipeline == 1:
+            what = f"parallel.pipeline_chunks is {self.pipeline_chunks}, and parallel.pipeline is 1"
+            raise WrongValue("parallel.pipeline_chunks", what, "leave it out, or set parallel.pipeline to 2 or more")
         given = {
             "shard_within": "node" if self.shard_within == "node" else "",
             "layers": ", ".join(self.layers),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -111,6 +111,12 @@ class Model:
     world: World
 
 
+def layout(config: Config, tensor: int, pipeline: int, **keys: Any) -> ParallelConfig:
+    """A plan with these sizes, and the chunks of the run file."""
+    chunks = config.parallel.pipeline_chunks if pipeline > 1 else 1
+    return ParallelConfig(tensor=tensor, pipeline=pipeline, pipeline_chunks=chunks, **keys)
+
+
 @contextmanager
 def made(config: Config, tensor: int, pipeline: int = 1) -> Iterator[Model]:
     """Makes the model as the first rank of a tensor group has it, with unsharded optimizer state.
@@ -119,7 +125,7 @@ def made(config: Config, tensor: int, pipeline: int = 1) -> Iterator[Model]:
     """
     config = dataclasses.replace(
         config,
-        parallel=ParallelConfig(tensor=tensor, pipeline=pipeline, sequence=config.parallel.sequence and tensor > 1),
+        parallel=layout(config, tensor, pipeline, sequence=config.parallel.sequence and tensor > 1),
         reduce=dataclasses.replace(config.reduce, kind="none", compression="none"),
     )
     world = dataclasses.replace(alone(), tensor=Imagined("tensor", range(tensor)))
@@ -164,31 +170,38 @@ def estimate(
             num_bytes(one, one.whole) for one in state if is_common(one.name, one.placement) and not one.is_trained
         )
         whole = dataclasses.replace(whole, checkpoint=whole.checkpoint - left)
-    data, accumulate = ranks // tensor, config.train.accumulate
-    rows = data if config.parallel.shard_within == "all" else min(data, max(node_size(config, ranks) // tensor, 1))
-    shards: dict[str, MemoryEstimate] = {}
-    stages: dict[int, MemoryEstimate] = {}
     reasons: dict[str, str] = {}
-    if data == 1:
+    if ranks == tensor:
         return whole, reasons
     with made(config, tensor) as model:
         framework = model.framework  # new, so that its optimizers have no state yet
     estimates = {one.shard: one.estimate for one in STRATEGIES if one.estimate}
-    for word, feature in SHARDS.items():
-        if tensor > 1 and clash({Feature.TENSOR: tensor, feature: True}):
-            continue
-        try:
-            uses = dataclasses.replace(config, parallel=ParallelConfig(tensor=tensor, shard=word)).features()
-            plan = Estimated(framework, state, whole, uses, data, rows, 1, accumulate, config.parallel)
-            if (found := estimates[feature](plan)) is not None:
-                shards[word] = found
-        except UserError as error:
-            reasons[word] = error.what
+    node = node_size(config, ranks) if config.parallel.shard_within == "node" else ranks
+
+    def under(pipeline: int) -> Estimated:
+        data = ranks // tensor // pipeline
+        rows = min(data, max(node // tensor, 1))
+        return Estimated(framework, state, whole, {}, data, rows, pipeline, config.train.accumulate, config.parallel)
+
+    def shards(plan: Estimated) -> dict[str, MemoryEstimate]:
+        found: dict[str, MemoryEstimate] = {}
+        for word, feature in SHARDS.items():
+            if plan.data == 1 or (tensor > 1 and clash({Feature.TENSOR: tensor, feature: True})):
+                continue
+            try:
+                parallel = layout(config, tensor, plan.pipeline, shard=word)
+                uses = dataclasses.replace(config, parallel=parallel).features()
+                one = estimates[feature](dataclasses.replace(plan, features=uses))
+                found |= {} if one is None else {word: one}
+            except UserError as error:
+                reasons.update({word: error.what} if plan.pipeline == 1 else {})
+        return found
+
+    stages: dict[int, MemoryEstimate] = {}
     for pipeline in pipelines:
-        plan = Estimated(framework, state, whole, {}, data // pipeline, data, pipeline, accumulate, config.parallel)
         with suppress(UserError):
-            stages[pipeline] = of_stages.estimate(plan)
-    return dataclasses.replace(whole, stages=stages, shards=shards), reasons
+            stages[pipeline] = of_stages.estimate(under(pipeline), shards)
+    return dataclasses.replace(whole, stages=stages, shards=shards(under(1))), reasons
 
 
 def require_stages(config: Config, pipeline: int) -> None:

@@ -19,7 +19,7 @@ from tests.support.mpi import printed
 from tests.support.plan_runs import predictions, require_near, require_same_state
 
 ALONE = {
-    **dict.fromkeys(("pp2-dp2", "pp4", "tp2-pp2", "sharded", "gathered"), "alone"),
+    **dict.fromkeys(("pp2-dp2", "pp4", "tp2-pp2", "sharded", "gathered", "chunks"), "alone"),
     "auto": "alone-unclipped",
     "adagrad": "alone-adagrad",
     "norms": "alone-norms",
@@ -93,7 +93,8 @@ def test_all_reducers_work_in_the_data_group_of_each_stage(found: Callable[[], t
 
 
 def test_every_plan_goes_on_where_another_one_stopped(found: Callable[[], tuple[Path, Found]]) -> None:
-    """Two stages whose layers are sharded, one, two with cut layers, four, and one process: same samples and state."""
+    """Two stages whose layers are sharded, one, two on each of two ranks, with cut layers, four, and one process: same
+    samples and state."""
     folder, results = found()
     losses = [loss for step in range(2, 7) for loss in results[f"chain-{step}"]["losses"]]
     require_near(losses, results["alone"]["losses"])

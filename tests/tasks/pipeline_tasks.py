@@ -58,12 +58,12 @@ class Head(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Four blocks without attention between an embedding table and a head."""
+    """Blocks without attention between an embedding table and a head."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, blocks: int = 4) -> None:
         super().__init__()
         self.table, self.places = nn.Embedding(WORDS, WIDTH), nn.Parameter(torch.zeros(LENGTH, WIDTH))
-        self.blocks = nn.ModuleList([Block(dropout) for _ in range(4)])
+        self.blocks = nn.ModuleList([Block(dropout) for _ in range(blocks)])
         self.head = Head()
 
     def embed(self, words: Tensor) -> dict[str, Any]:
@@ -100,9 +100,9 @@ def forward(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return model(batch["words"].clone()).mul_(1.5)
 
 
-def gpt(dropout: float = 0.0, dtype: str = "float64", optimizer: str = "adamw") -> TorchTask:
+def gpt(dropout: float = 0.0, dtype: str = "float64", optimizer: str = "adamw", blocks: int = 4) -> TorchTask:
     """The GPT, with weight decay on matrices only."""
-    model = Gpt(dropout).to(getattr(torch, dtype))
+    model = Gpt(dropout, blocks).to(getattr(torch, dtype))
     groups = [
         {"params": [one for one in model.parameters() if one.ndim > 1], "weight_decay": 0.1},
         {"params": [one for one in model.parameters() if one.ndim == 1], "weight_decay": 0.0},
@@ -148,9 +148,11 @@ def staged(dropout: float = 0.0) -> TorchTask:
     return dataclasses.replace(gpt(dropout), layers=lambda model: [layers(model)[:3], layers(model)[3:]])
 
 
-def methods(dtype: str = "float64") -> TorchTask:
+def methods(dtype: str = "float64", blocks: int = 4) -> TorchTask:
     """``gpt`` whose first layer is a method, which reads parameters of the model when it is called."""
-    return dataclasses.replace(gpt(dtype=dtype), layers=lambda model: [model.embed, *model.blocks, model.head])
+    return dataclasses.replace(
+        gpt(dtype=dtype, blocks=blocks), layers=lambda model: [model.embed, *model.blocks, model.head]
+    )
 
 
 def sequential(norm: bool = False) -> TorchTask:

@@ -110,6 +110,7 @@ def on_four_ranks(folder: Path) -> dict[str, Any]:
         "tp2-pp2": run(folder, "tp2-pp2", **two, parallel__tensor=2),
         "sharded": run(folder, "sharded", **two, parallel__shard="optimizer"),
         "gathered": run(folder, "gathered", **two, **GATHERED),
+        "chunks": run(folder, "chunks", **two, parallel__pipeline_chunks=3),
         "held": run(folder, "held", **two, **GATHERED | {"task": "gpt"}),
         "auto": run(folder, "auto", **two, reduce__kind="auto", train__clip_norm="null"),
         "adagrad": run(folder, "adagrad", **two, task_args__optimizer="adagrad"),
@@ -128,7 +129,8 @@ def on_four_ranks(folder: Path) -> dict[str, Any]:
         "few": run(folder, "few", task="sequential", parallel__pipeline=4),
     }
     predict(folder, "tp2-pp2", tensor=2, pipeline=2)
-    plans: list[dict[str, Any]] = [two | GATHERED, {}, two | {"parallel__tensor": 2}, {"parallel__pipeline": 4}]
+    cut = {"parallel__tensor": 2, "parallel__pipeline_chunks": 2}
+    plans: list[dict[str, Any]] = [two | GATHERED, {}, two | cut, {"parallel__pipeline": 4}]
     for step, plan in enumerate(plans, start=2):
         found[f"chain-{step}"] = run(folder, "chain", steps=step, **{"task": "methods"} | plan)
     return found

@@ -124,7 +124,7 @@ EXCHANGED = {
     "tensor-data": (4, ParallelConfig(tensor=2), GPT),
     "classes": (2, ParallelConfig(tensor=2), "tests.tasks.tensor_tasks:classes"),
     "pipeline": (2, ParallelConfig(pipeline=2), STAGES),
-    "pipeline-data": (4, ParallelConfig(pipeline=2), STAGES),
+    "pipeline-data": (4, ParallelConfig(pipeline=2, pipeline_chunks=2), STAGES),
     "four-stages": (4, ParallelConfig(pipeline=4), STAGES),
     "tensor-pipeline": (4, ParallelConfig(tensor=2, pipeline=2), STAGES),
 }

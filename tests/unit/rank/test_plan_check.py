@@ -75,7 +75,7 @@ def test_an_imagined_rank_is_in_the_groups_of_a_real_one() -> None:
         "--parallel.shard optimizer",
         "--parallel.shard gradients",
         "--parallel.shard parameters --parallel.tensor 2",
-        "--parallel.pipeline 2 --parallel.tensor 2",
+        "--parallel.pipeline 2 --parallel.tensor 2 --parallel.pipeline_chunks 3",
     ],
 )
 def test_128_ranks_can_be_built_by_one_process(run: str, words: str) -> None:
@@ -90,15 +90,17 @@ def test_128_ranks_can_be_built_by_one_process(run: str, words: str) -> None:
 def test_a_check_agrees_with_the_table(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Which has trained a step of the whole model."""
     rows = ["--parallel.shard", "parameters"]
-    for words in ([], ["--parallel.tensor", "2"], rows, [*rows, "--parallel.shard_within", "node"]):
+    staged = [*rows, "--parallel.pipeline", "2", "--task", "tests.tasks.pipeline_tasks:methods"]
+    for words in ([], ["--parallel.tensor", "2"], rows, [*rows, "--parallel.shard_within", "node"], staged):
         words = [*words, "--launch.ranks_per_node", "2"]
         assert main(["plan", run, "-n", "4", "--json", *words]) == 0
         table = json.loads(capsys.readouterr().out)["plans"]
         plan = {
             "tensor": 1 + ("--parallel.tensor" in words),
             "shard": "parameters" if "parameters" in words else "none",
+            "pipeline": 1 + ("--parallel.pipeline" in words),
         }
-        (row,) = (one for one in table if {**plan, "pipeline": 1}.items() <= one["plan"].items())
+        (row,) = (one for one in table if plan.items() <= one["plan"].items())
         assert main(["plan", run, "-n", "4", "--check", "--json", *words]) == 0
         first = json.loads(capsys.readouterr().out)[0]
         for part in ("parameters", "gradients", "optimizer"):  # the table shares out bytes, a rank has whole rows

@@ -32,7 +32,8 @@ def weighed(framework: TorchFramework, micro_batches: int) -> MemoryEstimate:
     if not isinstance(partition, FullySharded):
         return found
     compute = framework.parts.compute
-    gathered, unsummed = at_a_time(framework.model, partition.layers, compute, micro_batches, partition.keeps)
+    every = list(framework.model.parameters())
+    gathered, unsummed = at_a_time(every, partition.layers, compute, micro_batches, partition.keeps)
     parameters, gradients = found.parameters + gathered, found.gradients + unsummed
     return dataclasses.replace(found, parameters=parameters, gradients=gradients)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from hpctrain.backends.torch.strategies.memory_estimate import MemoryEstimate, TensorSize, of_state
 from hpctrain.backends.torch.strategies.parameter_traits import ParameterTraits, traits_of, unsuited
@@ -45,12 +46,23 @@ class Estimated:
     """Micro-batches per update."""
     parallel: ParallelConfig
     """What the run file asks for."""
+    held: Container[int] | None = None
+    """Ids of the parameters that a rank has; None: all."""
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """The parameters that a rank has."""
+        return [one for one in self.framework.model.parameters() if self.held is None or id(one) in self.held]
 
     @property
     def shares(self) -> Mapping[str, Share]:
-        """Parameters by optimizer."""
-        framework = self.framework
-        return shares_of(framework.task, framework.model, framework.source.optimizer_state.every)
+        """The same with their names, by optimizer."""
+        framework, own = self.framework, {id(one) for one in self.parameters}
+        found = shares_of(framework.task, framework.model, framework.source.optimizer_state.every)
+        return {
+            optimizer: Share([(name, one) for name, one in share.pairs if id(one) in own])
+            for optimizer, share in found.items()
+        }
 
     @cached_property
     def traits(self) -> ParameterTraits:

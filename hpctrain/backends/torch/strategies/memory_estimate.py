@@ -106,11 +106,13 @@ class ParallelLayout:
     """``parallel.shard``."""
     pipeline: int = 1
     """``parallel.pipeline``."""
+    chunks: int = 1
+    """``parallel.pipeline_chunks``."""
 
     @property
     def keys(self) -> str:
         """The layout as it is written in a run file."""
-        sizes = {"tensor": self.tensor, "pipeline": self.pipeline}
+        sizes = {"tensor": self.tensor, "pipeline": self.pipeline, "pipeline_chunks": self.chunks}
         given = [f"{key}: {size}" for key, size in sizes.items() if size > 1]
         given += [f"shard: {self.shard}"] if self.shard != "none" else []
         return f"parallel: {{{', '.join(given)}}}"
@@ -170,6 +172,7 @@ def footprints(
     samples: Mapping[int, int],
     program: int,
     micro_batches: int = 1,
+    chunks: int = 1,
 ) -> list[Footprint]:
     """Footprints of all plans, least intrusive first: whole models before split ones, replicated state before sharded.
 
@@ -179,6 +182,7 @@ def footprints(
         samples: samples in a rank's largest micro-batch, by the number of ranks per model.
         program: bytes of a process without a model.
         micro_batches: micro-batches per update (``train.accumulate``).
+        chunks: stages of each rank of a pipeline.
     """
     of_plans = [
         (pipeline, tensor, shard, model)
@@ -187,15 +191,17 @@ def footprints(
             (1, "none", whole),
             *((1, shard, model) for shard, model in whole.shards.items()),
             *((pipeline, "none", model) for pipeline, model in whole.stages.items()),
+            *((pipeline, *one) for pipeline, model in whole.stages.items() for one in model.shards.items()),
         )
     ]
     found: list[Footprint] = []
     for pipeline, tensor, shard, model in sorted(of_plans, key=lambda one: one[:2]):
         kept = round(model.activations * samples[tensor * pipeline])
         freed = min(model.freed, max(0, model.late_gradients - kept))
+        stages = chunks if pipeline > 1 else 1
         found.append(
             Footprint(
-                ParallelLayout(tensor, ranks // (tensor * pipeline), shard, pipeline),
+                ParallelLayout(tensor, ranks // (tensor * pipeline), shard, pipeline, stages),
                 program,
                 model.parameters + model.copies - freed,
                 model.gradients,
@@ -204,7 +210,7 @@ def footprints(
                 max(0, kept - model.late_gradients),
                 -(-model.checkpoint // ranks),
                 model.checkpoint,
-                bubble(pipeline, micro_batches),
+                bubble(pipeline, micro_batches, stages),
                 model.offloaded,
             )
         )

@@ -51,7 +51,7 @@ class Placed(Group):
 def test_layers_that_fail_are_named_with_their_line() -> None:
     task = TorchTask(nn.Linear(1, 1), layers=lambda model: [model.embedding])
     with pytest.raises(UserError, match=r"^layers= of the task fails: AttributeError: .*'embedding'.*pipelined.py:\d+"):
-        stages_of(task, task.model, 2)
+        stages_of(task, task.model, 2, 1)
 
 
 def parts_of(task: TorchTask, model: nn.Module) -> Parts:
@@ -68,7 +68,7 @@ def of_forward(forward: Callable[[Any, Any], Any]) -> float:
     model = nn.Sequential(nn.Linear(1, 1, bias=False))
     task = TorchTask(model, lambda outputs, batch: outputs.sum(), forward=forward)
     stage = Stage(Group("pipeline"), CPU)
-    pipelined = Pipelined(StageModel(model, layers_of(model, None)), stage, parts_of(task, model))
+    pipelined = Pipelined(StageModel(model, [layers_of(model, None)]), stage, parts_of(task, model))
     passes = Passes(NoReducer(list(model.named_parameters())), 1.0, 1)
     host = {"x": np.ones((1, 1), np.float32)}
     pipelined.run(passes, [host], NO_CLOCK)
@@ -124,35 +124,43 @@ class Strict:
         """All is through."""
 
 
-def gradients(stages: int, micro_batches: int) -> list[Tensor]:
-    """Of the layers of a model with so many stages, after an update on samples of uneven micro-batches."""
+def gradients(ranks: int, micro_batches: int, chunks: int = 1) -> list[Tensor]:
+    """Of the layers of a model on so many ranks, after an update on samples of uneven micro-batches."""
 
-    def on_a_stage(group: ThreadGroup) -> list[Tensor]:
-        model = nn.Sequential(*(nn.Linear(2, 2, bias=False, dtype=torch.float64) for _ in range(4)))
+    def on_a_rank(group: ThreadGroup) -> dict[str, Tensor]:
+        model = nn.Sequential(*(nn.Linear(2, 2, bias=False, dtype=torch.float64) for _ in range(9)))
         for number, layer in enumerate(model.parameters()):
-            layer.data = torch.eye(2, dtype=torch.float64) * (number + 1) + 0.5
+            layer.data = torch.eye(2, dtype=torch.float64) * (number % 4 + 1) / 3 + 0.5
         task = TorchTask(
-            model, lambda outputs, batch: outputs.square().mean(), forward=lambda call, batch: call(batch["x"])
+            model, lambda outputs, batch: outputs.square().mean(), forward=lambda call, batch: call(batch["x"].mul_(2))
         )
         messages = Messages(group)
-        exchange: Any = Strict(messages) if stages > 1 else None
-        stage = Stage(messages, CPU, exchange=exchange)
-        own = staged(model, layers_of(model, None), stages).of(group.rank)
-        pipelined = Pipelined(StageModel(model, own), stage, parts_of(task, model))
+        exchange: Any = Strict(messages) if ranks > 1 else None
+        stages = staged(model, layers_of(model, None), ranks, chunks)
+        stage = Stage(messages, CPU, exchange=exchange, chunks=chunks)
+        pipelined = Pipelined(StageModel(model, stages.of(group.rank)), stage, parts_of(task, model))
         passes = Passes(NoReducer(list(model.named_parameters())), 1.0, 1)
         sizes = [number % 3 + 1 for number in range(micro_batches)]
         hosts = [{"x": np.full((size, 2), 0.1 * size)} for size in sizes]
         pipelined.run(passes, hosts, NO_CLOCK)
-        return [one.grad for one in model.parameters() if one.grad is not None]
+        return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
 
-    return [one for found in in_threads(stages, on_a_stage) for one in found]
+    found: dict[str, Tensor] = {}
+    for own in in_threads(ranks, on_a_rank):
+        found |= own
+    return [found[name] for name in sorted(found)]
 
 
-@pytest.mark.parametrize(("stages", "micro_batches"), list(itertools.product([2, 3, 4], range(1, 7))))
-def test_stages_never_wait_for_each_other_if_messages_wait_for_their_turn(stages: int, micro_batches: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "micro_batches", "chunks"),
+    [*itertools.product([2, 3, 4], range(1, 7), [1, 2]), (2, 5, 3), (2, 8, 4), (3, 7, 3)],
+)
+def test_ranks_never_wait_for_each_other_if_messages_wait_for_their_turn(
+    ranks: int, micro_batches: int, chunks: int
+) -> None:
     """As they do with NCCL, which tests of real ranks cannot have here."""
-    found, wanted = gradients(stages, micro_batches), gradients(1, micro_batches)
-    assert len(found) == len(wanted) == 4
+    found, wanted = gradients(ranks, micro_batches, chunks), gradients(1, micro_batches)
+    assert len(found) == len(wanted) == 9
     for mine, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=0)
 

@@ -113,6 +113,12 @@ def test_the_largest_stage_counts() -> None:
     assert [one.plan for one in staged] == [ParallelLayout(1, 4, "none", 2), ParallelLayout(2, 2, "none", 2)]
     assert [one.activations for one in staged] == [4, 8]
     assert ParallelLayout(2, 2, "none", 2).keys == "parallel: {tensor: 2, pipeline: 2}"
+    shorter = footprints({1: dataclasses.replace(WHOLE, stages={2: HALF})}, 2, {1: 1, 2: 1}, 0, 2, 4)
+    assert [(one.plan, one.bubble) for one in shorter] == [
+        (ParallelLayout(1, 2, "none"), 0),
+        (ParallelLayout(1, 1, "none", 2, 4), 1 / 9),
+    ]
+    assert shorter[1].plan.keys == "parallel: {pipeline: 2, pipeline_chunks: 4}"
 
 
 def test_a_plan_is_written_as_the_run_file_has_it() -> None:

@@ -18,16 +18,21 @@ from hpctrain.backends.torch.strategies.exchange import host_bytes
 from hpctrain.backends.torch.strategies.pipeline import pipeline_strategy
 from hpctrain.backends.torch.strategies.pipeline.stage import described, described_tensors, rebuilt
 from hpctrain.backends.torch.strategies.pipeline.stage_schedule import (
+    Act,
     Pass,
     StageChoice,
+    acts,
     balanced,
     bubble,
+    ends,
+    most_held,
     one_forward_one_backward,
+    source,
 )
 from hpctrain.backends.torch.strategies.pipeline.stages import (
     as_before,
     is_chain,
-    keep_stage,
+    keep_stages,
     layers_of,
     staged,
     tied_parameters,
@@ -37,12 +42,12 @@ from hpctrain.errors import UserError
 from tests.tasks.pipeline_tasks import Gpt, layers
 
 
-def told(stage: int, stages: int, micro_batches: int) -> str:
-    order = one_forward_one_backward(stage, stages, micro_batches)
-    return " ".join(f"{'f' if each.forward else 'b'}{each.micro_batch}" for each in order)
+def told(rank: int, ranks: int, micro_batches: int, chunks: int = 1) -> str:
+    order = one_forward_one_backward(rank, ranks, micro_batches, chunks)
+    return " ".join(f"{'fgh'[each.chunk] if each.forward else 'bcd'[each.chunk]}{each.micro_batch}" for each in order)
 
 
-def test_stages_take_turns() -> None:
+def test_ranks_take_turns() -> None:
     assert told(0, 3, 4) == "f0 f1 f2 b0 f3 b1 b2 b3"
     assert told(1, 3, 4) == "f0 f1 b0 f2 b1 f3 b2 b3"
     assert told(2, 3, 4) == "f0 b0 f1 b1 f2 b2 f3 b3"
@@ -50,38 +55,80 @@ def test_stages_take_turns() -> None:
     assert told(0, 3, 0) == ""
 
 
-@given(st.integers(1, 8), st.integers(0, 12))
-def test_no_stage_waits_for_what_never_comes(stages: int, micro_batches: int) -> None:
-    """Each pass finds what it needs, in the order in which the neighbours send it, whoever is the faster one."""
-    left = [one_forward_one_backward(stage, stages, micro_batches) for stage in range(stages)]
-    done: set[tuple[int, Pass]] = set()
-    held = [0] * stages
-    while any(left):
-        able = [
-            stage
-            for stage, passes in enumerate(left)
-            if passes and all(one in done for one in needs(stage, stages, passes[0]))
-        ]
-        assert able, left
-        for stage in able:
-            each = left[stage].pop(0)
-            done.add((stage, each))
-            held[stage] += 1 if each.forward else -1
-            assert held[stage] <= stages - stage
-    assert len(done) == 2 * stages * micro_batches
+def test_chunks_take_turns() -> None:
+    """As in figure 4 of Megatron-LM's paper."""
+    assert told(1, 2, 4, 2) == "f0 f1 g0 c0 g1 c1 f2 b0 f3 b1 g2 c2 g3 c3 b2 b3"
+    assert told(0, 2, 4, 2) == "f0 f1 g0 g1 f2 c0 f3 c1 g2 b0 g3 b1 c2 c3 b2 b3"
 
 
-def needs(stage: int, stages: int, each: Pass) -> list[tuple[int, Pass]]:
-    """What other stages have to have done before."""
-    if each.forward:
-        return [(stage - 1, each)] if stage else []
-    return [(stage, Pass(each.micro_batch, True))] if stage == stages - 1 else [(stage + 1, each)]
+SIZES = st.tuples(st.integers(2, 8), st.integers(0, 17), st.integers(1, 4))
+"""Ranks, micro-batches, chunks."""
+
+
+@given(SIZES)
+def test_ranks_wait_as_long_as_computed(sizes: tuple[int, int, int]) -> None:
+    """Each pass finds what it needs, and the first rank holds most activations."""
+    ranks, micro_batches, chunks = sizes
+    found = ends(*sizes)
+    assert [list(own) for own in found] == [one_forward_one_backward(rank, *sizes) for rank in range(ranks)]
+    for rank, own in enumerate(found):
+        assert len(own) == 2 * micro_batches * chunks
+        for each, end in own.items():
+            stage = each.chunk * ranks + rank
+            needed = [stage - 1] if each.forward else [stage + 1, stage]
+            for other in needed:
+                if other in range(ranks * chunks):
+                    before = Pass(each.micro_batch, each.forward or other == stage, other // ranks)
+                    assert found[other % ranks][before] < end
+    if micro_batches:
+        length = max(max(own.values()) for own in found)
+        assert bubble(*sizes) == pytest.approx(1 - 2 * micro_batches * chunks / length)
+        held = [max(itertools.accumulate(1 if each.forward else -1 for each in own)) for own in found]
+        assert max(held) == held[0] == most_held(*sizes)
+        assert chunks > 1 or all(most <= ranks - rank for rank, most in enumerate(held))
+
+
+@given(SIZES)
+def test_no_two_ranks_wait_for_each_other_if_messages_wait_for_their_turn(sizes: tuple[int, int, int]) -> None:
+    """Each rank handles one message at a time, in both directions, which ends when both sides have come to it."""
+    ranks, micro_batches, chunks = sizes
+    left = []
+    for rank in range(ranks):
+        own = []
+        for act, each in acts(rank, *sizes, True):
+            if act is Act.RECEIVE:
+                other, before = source(rank, each, ranks, chunks) or (rank, each)
+                own.append((other, rank, before))
+            stage = each.chunk * ranks + rank + (1 if each.forward else -1)
+            if act is Act.SEND and stage in range(ranks * chunks):
+                own.append((rank, stage % ranks, each))
+        left.append(own)
+    count = sum(map(len, left))
+    assert count == 4 * micro_batches * (ranks * chunks - 1)
+    while count:
+        heads = [own[0] for own in left if own]
+        able = next(one for one in heads if heads.count(one) == 2)
+        left = [own[1:] if own and own[0] == able else own for own in left]
+        count -= 2
+
+
+@given(SIZES, st.booleans())
+def test_acts_are_those_of_the_passes_in_order(sizes: tuple[int, int, int], in_order: bool) -> None:
+    ranks, _, chunks = sizes
+    for rank in range(ranks):
+        order, found = one_forward_one_backward(rank, *sizes), acts(rank, *sizes, in_order)
+        assert [each for act, each in found if act is Act.COMPUTE] == order
+        assert [each for act, each in found if act is Act.SEND] == order
+        for each in order:
+            wanted = [Act.RECEIVE] * (source(rank, each, ranks, chunks) is not None) + [Act.COMPUTE, Act.SEND]
+            assert [act for act, other in found if other == each] == wanted
 
 
 def test_how_long_stages_wait() -> None:
     assert bubble(4, 1) == 0.75
     assert bubble(2, 4) == 0.2
     assert bubble(1, 4) == 0
+    assert bubble(4, 4, 2) == 3 / 11
 
 
 @given(
@@ -172,7 +219,7 @@ def test_a_stage_keeps_its_own_in_place() -> None:
     vectors = [(name, one) for name, one in wholes.items() if one.ndim == 1]
     optimizer = torch.optim.Adagrad([{"params": matrices}, {"params": vectors, "lr": 0.5}])
     stages = staged(model, layers_of(model, layers), 3)
-    gone = keep_stage(model, stages, 1, [optimizer])
+    gone = keep_stages(model, stages, 1, [optimizer])
     own = dict(model.named_parameters())
     assert {name.split(".")[1] for name in own} == {str(number - 1) for number in stages.ranges[1]}
     assert all(own[name] is wholes[name] for name in own)
@@ -299,7 +346,7 @@ def test_stages_are_those_that_the_task_gives() -> None:
     """Whatever they cost."""
     model = three()
     layers = layers_of(model, lambda m: [(m.one,), [torch.relu, m.other, m.third]])
-    stages = staged(model, layers, 2, [0.0, 0.0, 0.0, 9.0])
+    stages = staged(model, layers, 2, costs=[0.0, 0.0, 0.0, 9.0])
     assert stages.are_given and stages.counts == [1, 3]
 
 
@@ -307,11 +354,11 @@ def test_stages_have_equal_costs_and_weights_of_their_own() -> None:
     """The only cut that leaves a shared weight in one stage is taken, however uneven."""
     model = three()
     layers = layers_of(model, lambda m: [m.one, m.other, m.third])
-    assert staged(model, layers, 2, [1.0, 1.0, 3.0]).counts == [2, 1]
-    assert staged(model, layers, 2, [3.0, 1.0, 1.0]).counts == [1, 2]
+    assert staged(model, layers, 2, costs=[1.0, 1.0, 3.0]).counts == [2, 1]
+    assert staged(model, layers, 2, costs=[3.0, 1.0, 1.0]).counts == [1, 2]
     model.other.weight = model.one.weight  # type: ignore[union-attr]
     layers = layers_of(model, lambda m: [m.one, m.other, m.third])
-    assert staged(model, layers, 2, [3.0, 1.0, 1.0]).counts == [2, 1]
+    assert staged(model, layers, 2, costs=[3.0, 1.0, 1.0]).counts == [2, 1]
 
 
 @pytest.mark.parametrize(
@@ -334,7 +381,7 @@ def test_stages_of_an_earlier_attempt_are_kept_if_they_fit(counts: list[int], fi
     model.other.register_buffer("shift", torch.ones(3))  # type: ignore[union-attr]
     model.third.register_buffer("shift", model.other.shift)  # type: ignore[union-attr]
     layers = layers_of(model, lambda m: [m.one, m.other, m.third, m.last])
-    found = as_before(model, layers, counts, stages=2)
+    found = as_before(model, staged(model, layers, 2), counts)
     assert (found is not None) == fits
     assert found is None or found.counts == counts
 
@@ -425,8 +472,8 @@ def test_methods_of_the_model_use_what_they_read_of_it() -> None:
     for stage in range(3):
         own = copy.deepcopy(model)
         stages = of(own, lambda m: [m.embed, m.body.block, m.classes], 3)
-        keep_stage(own, stages, stage, [])
-        (layer,) = stages.of(stage)
+        keep_stages(own, stages, stage, [])
+        ((layer,),) = stages.of(stage)
         found = layer.call(found)
     assert torch.equal(found, wanted)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from hpctrain.backends.torch.device import Compute
 from hpctrain.backends.torch.strategies.estimated import Estimated
@@ -22,13 +22,13 @@ def estimate(feature: Feature, model: Estimated) -> MemoryEstimate:
     parts = model.framework.source.optimizer_state.every
     whole_tensors = uncuttable(model.shares, parts, model.traits)
     model.refuse({Feature.WHOLE_TENSORS: whole_tensors})
-    every = list(model.framework.model.parameters())
+    every = model.parameters
     total = sum(one.nbytes for one in every)
     held = sum(
         part_of_rows(len(one), 0, model.rows)[1] / len(one) * one.nbytes if one.ndim else one.nbytes for one in every
     )
     layers = layers_of(model.framework.model, model.parallel.layers)
-    sizes = at_a_time(model.framework.model, layers, model.framework.parts.compute, model.micro_batches, keeps)
+    sizes = at_a_time(every, layers, model.framework.parts.compute, model.micro_batches, keeps)
     accumulates = model.micro_batches > 1 and not keeps
     found = in_rows(model.whole, held / max(total, 1), *sizes, accumulates, keeps)
     offloaded = sum(found.parts.values()) - sum(sizes) if model.parallel.offload else 0
@@ -36,14 +36,21 @@ def estimate(feature: Feature, model: Estimated) -> MemoryEstimate:
 
 
 def at_a_time(
-    model: Module, layers: Sequence[Module], compute: Compute, micro_batches: int, keeps: bool
+    every: Sequence[Parameter], layers: Sequence[Module], compute: Compute, micro_batches: int, keeps: bool
 ) -> tuple[int, int]:
-    """Bytes of parameters, and of gradients, that a rank has whole at a time; arguments as for ``in_rows``."""
-    total = sum(one.nbytes for one in model.parameters())
-    sizes = sorted(sum(one.nbytes for one in layer.parameters()) for layer in layers)
+    """Bytes of parameters, and of gradients, that a rank has whole at a time; arguments as for ``in_rows``.
+
+    Args:
+        every: parameters of the rank's layers.
+        layers: those of the model; others than the rank's count as empty.
+        compute, micro_batches, keeps: as for ``in_rows``.
+    """
+    known = {id(one) for one in every}
+    total = sum(one.nbytes for one in every)
+    sizes = sorted(sum(one.nbytes for one in layer.parameters() if id(one) in known) for layer in layers)
     narrow = 1 if compute.low_precision is None else 2
     few = (total - sum(sizes[:-2])) // narrow
-    trained = sum(one.numel() * max(one.itemsize, 4) for one in model.parameters() if one.requires_grad)
+    trained = sum(one.numel() * max(one.itemsize, 4) for one in every if one.requires_grad)
     return total // narrow if keeps else few, trained if micro_batches > 1 and not keeps else few
 
 

@@ -56,14 +56,15 @@ class Whole:
         """
         if stages.are_given or choice.batch is None:
             return stages
-        before = as_before(self.model, stages.layers, choice.kept, len(stages.ranges))
+        before = as_before(self.model, stages, choice.kept)
         if before is not None:
             return before
         with passes_leave(self.model, self.task_state, kept_objects(self.task), self.compute.device):
             batch = choice.batch()
             seconds = agreed_times(lambda: self._one_pass(stages.layers, batch), world.everyone)
         if seconds:
-            stages = staged(self.model, stages.layers, len(stages.ranges), seconds, together(seconds))
+            chunks = len(stages.ranges) // stages.ranks
+            stages = staged(self.model, stages.layers, stages.ranks, chunks, seconds, together(seconds))
         if choice.record is not None:
             choice.record(stages.counts, seconds)
         return stages

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from torch.nn import Module
@@ -18,12 +19,13 @@ from hpctrain.backends.torch.strategies.pipeline.layer_parts import held_by
 from hpctrain.backends.torch.strategies.pipeline.layer_times import Whole
 from hpctrain.backends.torch.strategies.pipeline.pipelined import Pipelined
 from hpctrain.backends.torch.strategies.pipeline.stage import Stage
+from hpctrain.backends.torch.strategies.pipeline.stage_schedule import most_held
 from hpctrain.backends.torch.strategies.pipeline.stage_state import StageState
 from hpctrain.backends.torch.strategies.pipeline.stages import (
     FIELD,
     StageModel,
     Stages,
-    keep_stage,
+    keep_stages,
     layers_of,
     staged,
     tied_parameters,
@@ -42,7 +44,8 @@ def planned(opening: Opening) -> Strategy | None:
     """The strategy, if the run has a pipeline. Raises UserError if the model or its optimizers cannot be divided."""
     if Feature.PIPELINE in opening.features:
         opening.traits  # noqa: B018  raises if an optimizer may couple parameters
-    stages = stages_of(opening.task, opening.model, opening.config.parallel.pipeline)
+    parallel = opening.config.parallel
+    stages = stages_of(opening.task, opening.model, parallel.pipeline, parallel.pipeline_chunks)
     if stages is None or opening.world.pipeline.size == 1:
         return None
     require_copies(opening, stages)
@@ -73,9 +76,9 @@ def require_modules(opening: Opening, stages: Stages) -> None:
         )
 
 
-def stages_of(task: TorchTask, model: Module, stages: int) -> Stages | None:
-    """Divides a model into stages; None if there is only one. Raises UserError if that is impossible."""
-    if stages == 1:
+def stages_of(task: TorchTask, model: Module, ranks: int, chunks: int) -> Stages | None:
+    """Divides a model into stages; None for one rank. Raises UserError if that is impossible."""
+    if ranks == 1:
         return None
 
     def explained(error: Exception) -> UserError:
@@ -84,21 +87,21 @@ def stages_of(task: TorchTask, model: Module, stages: int) -> Stages | None:
 
     with foreign_errors(explained):
         layers = layers_of(model, task.layers)
-    return staged(model, layers, stages)
+    return staged(model, layers, ranks, chunks)
 
 
 def divide(opening: Opening, stages: Stages, prepared: Prepared) -> Prepared:
-    """Leaves this rank the layers of its stage."""
+    """Leaves this rank the layers of its stages."""
     world, model, compute = opening.world, opening.model, opening.compute
     whole = Whole(opening.task, model, opening.task_state, prepared.partition, compute)
     stages = whole.chosen(stages, opening.stage_choice, world)
     require_copies(opening, stages)  # those that were planned may have needed none
     exchange = opening.exchange(world.pipeline, Neighbours.PIPELINE)
     holders = tied_parameters(model, stages)
-    elsewhere = keep_stage(model, stages, world.pipeline.rank, opening.optimizers)
+    elsewhere = keep_stages(model, stages, world.pipeline.rank, opening.optimizers)
     names = frozenset(plain_name(name) for name, _ in model.named_parameters())
     own = stages.of(world.pipeline.rank)
-    stage = Stage(world.pipeline, compute.device, opening.clock, exchange)
+    stage = Stage(world.pipeline, compute.device, opening.clock, exchange, len(own))
     tied = Tied(world.pipeline.rank, holders, exchange)
     root = StageModel(model, own)
     waiting = Waiting(opening.clock, Neighbours.PIPELINE)
@@ -112,8 +115,8 @@ def divide(opening: Opening, stages: Stages, prepared: Prepared) -> Prepared:
     return dataclasses.replace(
         prepared,
         root=root,
-        passes=functools.partial(Pipelined, root, stage),
-        num_layers=len(own),
+        passes=functools.partial(Pipelined, root, stage, shares=stages.shares(world.pipeline.rank)),
+        num_layers=sum(map(len, own)),
         total_norm=total_norm,
         complete=tied.add,
         placed=StageState(world, names, holders, elsewhere).placed,
@@ -121,18 +124,25 @@ def divide(opening: Opening, stages: Stages, prepared: Prepared) -> Prepared:
     )
 
 
-def estimate(model: Estimated) -> MemoryEstimate:
-    """See estimated.Estimate. Estimates the stage with the largest state. The first stage keeps activations of one
-    micro-batch per stage; all layers are assumed to keep equally much."""
-    framework, whole = model.framework, model.whole
-    stages = stages_of(framework.task, framework.model, model.pipeline)
+def estimate(model: Estimated, shards: Callable[[Estimated], Mapping[str, MemoryEstimate]]) -> MemoryEstimate:
+    """Estimates the rank with the largest state, with the activations of the first one; all layers are assumed to keep
+    equally much. Raises UserError if the model cannot be divided.
+
+    Args:
+        model: the whole model.
+        shards: estimates such a rank with sharded state; see MemoryEstimate.
+    """
+    framework, whole, chunks = model.framework, model.whole, model.parallel.pipeline_chunks
+    stages = stages_of(framework.task, framework.model, model.pipeline, chunks)
     assert stages is not None, "there are several"
-    activations = whole.activations * min(model.pipeline, model.micro_batches) / model.pipeline
+    activations = whole.activations * most_held(model.pipeline, model.micro_batches, chunks) / len(stages.ranges)
     all_names = framework.source.optimizer_state.names
     found = []
-    for stage in range(model.pipeline):
-        held = frozenset[int]().union(*(layer.held for layer in stages.of(stage)))
+    for rank in range(model.pipeline):
+        held = stages.held(rank)
         names = {all_names[one] for one in held & all_names.keys()}
         own = of_state([one for one in model.state if parameter_of(one.name) in names], activations, 1)
-        found.append(dataclasses.replace(own, checkpoint=whole.checkpoint))
-    return max(found, key=lambda one: one.parameters + one.gradients + one.optimizer + one.averages)
+        found.append(dataclasses.replace(model, whole=dataclasses.replace(own, checkpoint=whole.checkpoint), held=held))
+    most = max(found, key=lambda one: sum(one.whole.parts.values()))
+    has_copies = bool(tied_parameters(framework.model, stages))
+    return dataclasses.replace(most.whole, shards={} if has_copies else shards(most))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import itertools
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +15,8 @@ from torch.nn import Module
 
 from hpctrain.backends.torch.steps.update_step import Parts
 from hpctrain.backends.torch.steps.updates import Passes
-from hpctrain.backends.torch.strategies.pipeline.stage import ACTIVATION, OUTPUT, Received, Stage
-from hpctrain.backends.torch.strategies.pipeline.stage_schedule import one_forward_one_backward
+from hpctrain.backends.torch.strategies.pipeline.stage import OUTPUT, Coming, Received, Stage
+from hpctrain.backends.torch.strategies.pipeline.stage_schedule import Act, acts
 from hpctrain.backends.torch.strategies.pipeline.stages import is_chain
 from hpctrain.backends.torch.strategies.split_values import own_stream
 from hpctrain.backends.torch.task.checks import try_loss
@@ -28,13 +26,11 @@ from hpctrain.errors import UserError
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.clock import Phase, StepClock
 from hpctrain.train.evaluation import even_batches
-from hpctrain.train.framework import HostBatch, samples_of
+from hpctrain.train.framework import HostBatch, copied, samples_of
 from hpctrain.train.seeds import host_random_state, restore_host_random_state, seed_python
 from hpctrain.train.stateful import PerRank
 from hpctrain.train.walk_objects import reached
 
-PASS_ON = "pass activations on"
-"""Completes "waited for the other ranks to ..." in errors."""
 ONCE = "let forward call the model once, on one value, such as a tuple: each layer gets what the one before returned"
 
 
@@ -42,12 +38,20 @@ class HandedOn(BaseException):
     """Ends a task's ``forward`` on all but the last stage. Not an Exception, so the task's code does not catch it."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class MicroBatch:
-    """A micro-batch on its way through this stage."""
+    """A micro-batch on its way through a stage."""
 
+    chunk: int
+    """Index of the stage among those of this rank."""
+    coming: Coming | None = None
+    """Activations, or later gradients, that are being received."""
     received: Received | None = None
     """What came from the previous stage."""
+    is_called: bool = False
+    """Whether the task's ``forward`` has called the model."""
+    value: Any = None
+    """What the stage returned, until it is sent."""
     sent: Sequence[Tensor] = ()
     """Tensors sent to the next stage that will get gradients."""
     score: Any = None
@@ -61,13 +65,15 @@ class MicroBatch:
 class Pipelined:
     """Acts as the whole model on one of its stages; see PassRunner."""
 
-    layers: Callable[[Any], Any]
-    """Calls the layers of this stage."""
+    layers: Callable[[Any, int], Any]
+    """Calls the layers of a stage of this rank."""
     stage: Stage
     """Sends to and receives from other stages."""
     parts: Parts
-    calls: list[MicroBatch] | None = None
-    """Calls in the current forward pass of an update; None in an evaluation."""
+    shares: bool = False
+    """Whether several stages of this rank share a parameter."""
+    micro_batch: MicroBatch | None = None
+    """That of the current forward pass of an update; None in an evaluation."""
     meets = True
 
     def __post_init__(self) -> None:
@@ -76,29 +82,38 @@ class Pipelined:
     @property
     def training(self) -> bool:
         """Like ``training`` of a module: whether this is a forward pass of an update."""
-        return self.calls is not None
+        return self.micro_batch is not None
 
     def __call__(self, *inputs: Any, **more: Any) -> Any:
         """Called by a task's ``forward`` as the model; returns the outputs (in an update, only on the last stage)."""
-        stage, received = self.stage, None
-        value = only_value(inputs, more, again=bool(self.calls))
-        if not stage.is_first:
-            received = stage.receive(stage.rank - 1, ACTIVATION, PASS_ON)
-            value = received.value
-        value = self.layers(value)
-        sent = [] if stage.is_last else stage.send(value, stage.rank + 1, ACTIVATION)
-        if self.calls is not None:
-            self.calls.append(MicroBatch(received, sent))
-            if stage.is_last:
+        stage, under_way = self.stage, self.micro_batch
+        value = only_value(inputs, more, again=under_way is not None and under_way.is_called)
+        if under_way is not None:
+            under_way.is_called = True
+            value = self._through(value, under_way)
+            if stage.is_last(under_way.chunk):
                 return value
+            under_way.value = value
             raise HandedOn
-        if stage.is_last:
+        for chunk in range(stage.chunks):
+            coming = None if stage.is_first(chunk) else stage.begin(chunk)
+            value = self._through(value, MicroBatch(chunk, coming))
+            if not stage.is_last(chunk):
+                stage.pass_on(value, chunk)
+        if stage.rank == stage.last:
             for rank in range(stage.last):
                 stage.send(value, rank, OUTPUT)
         else:
-            value = stage.receive(stage.last, OUTPUT, "tell the outputs").value
+            value = stage.receive(stage.begin_receive(stage.last, OUTPUT, "tell the outputs")).value
         stage.settle()
         return value
+
+    def _through(self, value: Any, under_way: MicroBatch) -> Any:
+        """What a stage returns for the input of the first one, or for what it receives."""
+        if under_way.coming is not None:
+            under_way.received, under_way.coming = self.stage.receive(under_way.coming), None
+            value = under_way.received.value
+        return self.layers(value, under_way.chunk)
 
     def begin(self, micro_batches: Sequence[HostBatch]) -> None:
         """Raises UserError, on all ranks, if ranks of one model got different samples. Collective.
@@ -117,61 +132,76 @@ class Pipelined:
 
     def run(self, passes: Passes, micro_batches: Sequence[HostBatch], clock: StepClock) -> None:
         """See PassRunner. All stages get the same micro-batches and loss; waiting for other stages is exchange time."""
-        under_way: dict[int, MicroBatch] = {}
+        stage = self.stage
         batches = list(even_batches(micro_batches, self.parts.partition.sync_group))
+        under_way = {(at, chunk): MicroBatch(chunk) for at in range(len(batches)) for chunk in range(stage.chunks)}
         with self._own_streams(), contextlib.ExitStack() as of_others:
-            order = one_forward_one_backward(self.stage.rank, self.stage.group.size, len(batches))
-            for each, following in itertools.zip_longest(order, order[1:]):
-                if each.forward:
-                    host, is_own = batches[each.micro_batch]
-                    batch = self.parts.compute.tensors(host)
+            for act, each in acts(stage.rank, stage.group.size, len(batches), stage.chunks, stage.exchange.in_order):
+                one = under_way[each.micro_batch, each.chunk]
+                if act is Act.RECEIVE:
+                    one.coming = (
+                        stage.begin(each.chunk) if each.forward else stage.begin_gradients(one.sent, each.chunk)
+                    )
+                elif act is Act.SEND:
+                    self._send(one, each.forward)
+                elif each.forward:
+                    host, one.is_own = batches[each.micro_batch]
+                    batch = self.parts.compute.tensors(host if stage.chunks == 1 else copied(host))
                     clock.mark(Phase.TO_DEVICE)
-                    if not is_own:  # such batches come last, so nothing of this rank's is undone
+                    if not one.is_own:  # such batches come last, so nothing of this rank's is undone
                         of_others.enter_context(self.parts.unchanged())
-                    under_way[each.micro_batch] = self._forward(batch, samples_of(host), is_own)
+                    one.samples = samples_of(host)
+                    self._forward(batch, one)
                     clock.mark(Phase.FORWARD)
                 else:
-                    passes.reducer.begin_pass(is_last=each.micro_batch == len(batches) - 1)
-                    goes_on = following is not None and following.forward
-                    self._backward(under_way.pop(each.micro_batch), passes, goes_on)
+                    is_last = each.micro_batch == len(batches) - 1 and (each.chunk == 0 or not self.shares)
+                    passes.reducer.begin_pass(is_last)
+                    self._backward(one, passes)
                     clock.mark(Phase.BACKWARD)
-        self.stage.settle()
-        passes.take(self.stage.share_loss(passes.as_array()))
+        stage.settle()
+        passes.take(stage.share_loss(passes.as_array()))
 
-    def _forward(self, batch: dict[str, Tensor], samples: int, is_own: bool) -> MicroBatch:
-        called: list[MicroBatch] = []
-        score, task = None, self.parts.task
-        with self._update(called), self.parts.compute.autocast(), contextlib.suppress(HandedOn):
-            score = task.loss(task.forward(self, batch), batch)
-        if not called:
+    def _forward(self, batch: dict[str, Tensor], under_way: MicroBatch) -> None:
+        task = self.parts.task
+        with self._update(under_way), self.parts.compute.autocast():
+            under_way.score = task.loss(task.forward(self, batch), batch)
+        if not under_way.is_called:
             raise UserError("forward does not call the model", ONCE)
-        return dataclasses.replace(called[0], score=score, samples=samples, is_own=is_own)
 
-    def _backward(self, micro_batch: MicroBatch, passes: Passes, goes_on: bool) -> None:
-        """Runs one backward pass; ``goes_on`` says whether the next pass is a forward pass."""
-        if self.stage.is_last:
-            passes.add(micro_batch.score, micro_batch.samples, is_own=micro_batch.is_own)
-        elif micro_batch.sent:
-            torch.autograd.backward(list(micro_batch.sent), self.stage.receive_gradients(micro_batch.sent))
-        if micro_batch.received is not None:
-            if goes_on:
-                self.stage.receive_early(self.stage.rank - 1, ACTIVATION, PASS_ON)
-            self.stage.send_gradients(micro_batch.received)
+    def _backward(self, under_way: MicroBatch, passes: Passes) -> None:
+        if self.stage.is_last(under_way.chunk):
+            passes.add(under_way.score, under_way.samples, is_own=under_way.is_own)
+        elif under_way.sent and under_way.coming:
+            torch.autograd.backward(list(under_way.sent), under_way.coming.wait())
+        under_way.score, under_way.sent, under_way.coming = None, (), None
+
+    def _send(self, under_way: MicroBatch, forward: bool) -> None:
+        """Sends what the last pass has computed to the next or previous stage, if there is one."""
+        if not forward and under_way.received is not None:
+            self.stage.send_gradients(under_way.received, under_way.chunk)
+            under_way.received = None
+        elif forward and not self.stage.is_last(under_way.chunk):
+            under_way.sent, under_way.value = self.stage.pass_on(under_way.value, under_way.chunk), None
 
     def dry_call(self, batch: dict[str, Tensor]) -> None:
         """A forward pass as in an update, on all stages, whose errors name the task's field."""
-        with self._update([]), contextlib.suppress(HandedOn):
-            try_loss(self.parts.task, self, batch, self.parts.partition.hint)
+        for chunk in range(self.stage.chunks):
+            own = {name: one.clone() for name, one in batch.items()}  # which a task may change in place
+            under_way = MicroBatch(chunk, None if self.stage.is_first(chunk) else self.stage.begin(chunk))
+            with self._update(under_way):
+                try_loss(self.parts.task, self, own, self.parts.partition.hint)
+            self._send(under_way, forward=True)
         self.stage.settle()
 
     @contextlib.contextmanager
-    def _update(self, called: list[MicroBatch]) -> Iterator[None]:
-        """A context for a forward pass of an update."""
-        self.calls = called
+    def _update(self, under_way: MicroBatch) -> Iterator[None]:
+        """A context for a forward pass of an update, which ends where the task calls the model but on the last stage."""
+        self.micro_batch = under_way
         try:
-            yield
+            with contextlib.suppress(HandedOn):
+                yield
         finally:
-            self.calls = None
+            self.micro_batch = None
             self.parts.partition.leave()
 
     @contextlib.contextmanager

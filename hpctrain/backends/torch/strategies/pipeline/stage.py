@@ -26,8 +26,9 @@ DTYPES = {
 """Dtypes of tensors that can be sent, by name."""
 PLAIN = (bool, int, float, str, type(None))
 """Types of other values that can be sent."""
-ACTIVATION, GRADIENT, OUTPUT, LOSS = range(4)
-"""Tags of messages."""
+ACTIVATION, GRADIENT, OUTPUT, LOSS, TIED = range(5)
+"""Tags of messages; of those to other chunks than the first, ``TAGS`` times its index more."""
+TAGS = 5
 
 
 @dataclass(frozen=True)
@@ -43,15 +44,24 @@ class Received:
 
 @dataclass(frozen=True)
 class Coming:
-    """A value whose tensors are being received."""
+    """Tensors that are being received."""
 
-    structure: Any
     tensors: Sequence[Tensor]
     """The tensors being filled."""
-    wanting: Sequence[int]
-    """Indices of the tensors whose gradients are sent back."""
     finish: Sequence[Callable[[str], None]]
     """One function per tensor that waits for it."""
+    what: str
+    """Completes "waited for the other ranks to ..." in errors."""
+    structure: Any = None
+    """Describes the value that they belong to."""
+    wanting: Sequence[int] = ()
+    """Indices of the tensors whose gradients are sent back."""
+
+    def wait(self) -> list[Tensor]:
+        """The tensors, once they have been received."""
+        for finish in self.finish:
+            finish(self.what)
+        return list(self.tensors)
 
 
 class Entered(torch.autograd.Function):
@@ -69,38 +79,46 @@ class Entered(torch.autograd.Function):
 
 
 class Stage:
-    """A rank's messages with the other stages of its model.
+    """A rank's messages with the other stages of its model. It has one stage, or several (``chunks``): its chunk ``c``
+    is stage ``c * size + rank``.
 
     Args:
-        group: the stages, in order.
+        group: the ranks, in the order of their first stages.
         device: device of the model.
+        chunks: number of stages of each rank.
         clock: records the time in which this rank waits for other stages.
         exchange: exchanges tensors between the stages; by default through host memory, as descriptions of values and
             the loss always are.
     """
 
     def __init__(
-        self, group: Group, device: torch.device, clock: StepClock = NO_CLOCK, exchange: Messages | None = None
+        self,
+        group: Group,
+        device: torch.device,
+        clock: StepClock = NO_CLOCK,
+        exchange: Messages | None = None,
+        chunks: int = 1,
     ) -> None:
-        self.group, self.device = group, device
+        self.group, self.device, self.chunks = group, device, chunks
         self.rank, self.last = group.rank, group.size - 1
         self.host = HostExchange(group, Waiting(clock, Neighbours.PIPELINE))
         self.exchange: Messages = exchange or self.host
         self.sent_structures: dict[tuple[int, int], bytes] = {}
         """Description of the last value sent, by rank and tag; an unchanged one is not sent again."""
         self.received_structures: dict[tuple[int, int], bytes] = {}
-        self.coming: dict[tuple[int, int], Coming] = {}
-        """Values that are already being received, by rank and tag."""
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this stage gets the inputs."""
-        return self.rank == 0
+    def is_first(self, chunk: int) -> bool:
+        """Whether a chunk of this rank gets the inputs."""
+        return self.rank == chunk == 0
 
-    @property
-    def is_last(self) -> bool:
-        """Whether this stage computes the outputs, and so the loss."""
-        return self.rank == self.last
+    def is_last(self, chunk: int) -> bool:
+        """Whether a chunk of this rank computes the outputs, and so the loss."""
+        return self.rank == self.last and chunk == self.chunks - 1
+
+    def place(self, chunk: int, hops: int) -> tuple[int, int]:
+        """Rank and chunk of the stage that is so many stages after a chunk of this rank."""
+        stage = chunk * self.group.size + self.rank + hops
+        return stage % self.group.size, stage // self.group.size
 
     def send(self, value: Any, rank: int, tag: int) -> list[Tensor]:
         """Sends a value and its description; returns those of its tensors whose gradients will come back."""
@@ -114,12 +132,19 @@ class Stage:
             self.exchange.post(tensor if wants_gradient(tensor) else tensor.clone(), rank, tag)
         return [tensor for tensor in tensors if wants_gradient(tensor)]
 
-    def receive(self, rank: int, tag: int, what: str) -> Received:
-        """Receives what ``send`` sent; ``what`` completes "waited for the other ranks to ..." in errors."""
-        coming = self.coming.pop((rank, tag), None) or self._begin(rank, tag, what)
-        tensors, wanting = list(coming.tensors), coming.wanting
-        for finish in coming.finish:
-            finish(what)
+    def pass_on(self, value: Any, chunk: int) -> list[Tensor]:
+        """Sends what a chunk returned to the next stage; see ``send``."""
+        rank, other = self.place(chunk, 1)
+        return self.send(value, rank, ACTIVATION + TAGS * other)
+
+    def begin(self, chunk: int) -> Coming:
+        """Begins to receive what ``pass_on`` sends to a chunk."""
+        rank, _ = self.place(chunk, -1)
+        return self.begin_receive(rank, ACTIVATION + TAGS * chunk, "pass activations on")
+
+    def receive(self, coming: Coming) -> Received:
+        """Waits for a value that is being received."""
+        tensors, wanting = coming.wait(), coming.wanting
         entered, gradients = [tensors[number] for number in wanting], list[Tensor]()
         if entered:
             anchor = torch.empty(0, requires_grad=True, device="cpu")
@@ -128,45 +153,35 @@ class Stage:
                 tensors[number] = tensor
         return Received(rebuilt(coming.structure, tensors), entered, gradients)
 
-    def receive_early(self, rank: int, tag: int, what: str) -> None:
-        """Begins to receive for ``receive``, if both sides must start their messages in the same order.
-
-        In 1F1B, a stage sends the next micro-batch's activations before it receives gradients of an earlier one, but
-        the stage after it would send these gradients first. By calling this before sending them, each stage starts its
-        messages with the next one in the order of its passes, and no two wait for each other, even if each rank handles
-        one message at a time and a message ends only when the other side reaches it.
-        """
-        if self.exchange.in_order:
-            self.coming[rank, tag] = self._begin(rank, tag, what)
-
     def settle(self) -> None:
         """Waits until all sent tensors have been received."""
         self.exchange.settle("take what was sent to them")
 
-    def send_gradients(self, received: Received) -> None:
+    def send_gradients(self, received: Received, chunk: int) -> None:
         """Sends gradients to the previous stage; zeros if the loss does not depend on its tensors."""
+        rank, other = self.place(chunk, -1)
         found = received.gradients or [torch.zeros_like(tensor) for tensor in received.entered]
         for gradient in found:
-            self.exchange.post(gradient, self.rank - 1, GRADIENT)
+            self.exchange.post(gradient, rank, GRADIENT + TAGS * other)
 
-    def receive_gradients(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Receives the gradients of what was sent to the next stage."""
+    def begin_gradients(self, outputs: Sequence[Tensor], chunk: int) -> Coming:
+        """Begins to receive the gradients of what a chunk sent to the next stage."""
+        rank, _ = self.place(chunk, 1)
         found = [torch.empty(one.shape, dtype=one.dtype, device=self.device) for one in outputs]
-        for finish in [self.exchange.expect(one, self.rank + 1, GRADIENT) for one in found]:
-            finish("pass gradients back")
-        return found
+        finish = [self.exchange.expect(one, rank, GRADIENT + TAGS * chunk) for one in found]
+        return Coming(found, finish, "pass gradients back")
 
     def share_loss(self, values: NDArray[Any]) -> NDArray[Any]:
         """Broadcasts the last stage's values to all stages."""
-        if not self.is_last:
+        if self.rank != self.last:
             self.host.expect(torch.from_numpy(values), self.last, LOSS)("tell the loss")
             return values
         for rank in range(self.last):
             self.host.post(torch.from_numpy(values), rank, LOSS)
         return values
 
-    def _begin(self, rank: int, tag: int, what: str) -> Coming:
-        """Receives a value's description, and begins to receive its tensors."""
+    def begin_receive(self, rank: int, tag: int, what: str) -> Coming:
+        """Receives the description of a value that ``send`` sent, and begins to receive its tensors."""
         length = torch.empty(1, dtype=torch.int64, device="cpu")
         self.host.expect(length, rank, tag)(what)
         if int(length):
@@ -177,7 +192,8 @@ class Stage:
         kinds = list(described_tensors(structure))
         tensors = [torch.empty(shape, dtype=DTYPES[dtype], device=self.device) for dtype, shape, _ in kinds]
         finish = [self.exchange.expect(one, rank, tag) for one in tensors]
-        return Coming(structure, tensors, [number for number, (*_, wants) in enumerate(kinds) if wants], finish)
+        wanting = [number for number, (*_, wants) in enumerate(kinds) if wants]
+        return Coming(tensors, finish, what, structure, wanting)
 
 
 def wants_gradient(tensor: Tensor) -> bool:

@@ -5,11 +5,14 @@ The division affects the last bits of results and the stages' random numbers, so
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import statistics
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from hpctrain.comm.group import Group
 from hpctrain.train.framework import HostBatch
@@ -17,36 +20,113 @@ from hpctrain.train.framework import HostBatch
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass of a stage."""
+    """One pass of a stage: of a chunk of consecutive layers, of which a rank may have several."""
 
     micro_batch: int
     """Index of the micro-batch."""
     forward: bool
     """True for a forward pass, False for a backward pass."""
+    chunk: int = 0
+    """Index of the stage among those of the rank."""
 
 
-def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> list[Pass]:
-    """The order of a stage's passes (1F1B; Narayanan et al. 2019, PipeDream, section 3.2, with a flush at the end).
+def one_forward_one_backward(rank: int, ranks: int, micro_batches: int, chunks: int = 1) -> list[Pass]:
+    """The order of a rank's passes (1F1B; Narayanan et al. 2019, PipeDream, section 3.2, with a flush at the end).
 
-    A stage runs forward passes until the first micro-batch comes back to it, then alternates: it never holds the
-    activations of more micro-batches than there are stages from it to the last. There may be fewer micro-batches than
-    stages.
+    A rank runs forward passes until the first micro-batch comes back to it, then alternates: it never holds the
+    activations of more micro-batches than there are ranks from it to the last. There may be fewer micro-batches than
+    ranks. With several chunks per rank, of which the first of each rank come before the second ones, it is interleaved
+    1F1B (Narayanan et al. 2021, Megatron-LM, section 2.2): micro-batches pass in rounds, through one chunk after the
+    other. As in PyTorch, a round has at least as many micro-batches as there are ranks, if there are that many.
 
     Args:
-        stage: 0 to stages - 1.
-        stages: number of stages.
+        rank: 0 to ranks - 1.
+        ranks: number of ranks of the pipeline.
         micro_batches: number of micro-batches per update.
+        chunks: number of stages of each rank.
     """
-    ahead = min(stages - 1 - stage, micro_batches)
-    order = [Pass(number, forward=True) for number in range(ahead)]
-    for number in range(ahead, micro_batches):
-        order += [Pass(number, forward=True), Pass(number - ahead, forward=False)]
-    return order + [Pass(number, forward=False) for number in range(micro_batches - ahead, micro_batches)]
+    count = max(micro_batches // ranks, 1)
+    rounds = [range(micro_batches * one // count, micro_batches * (one + 1) // count) for one in range(count)]
+    forward = [Pass(number, True, chunk) for own in rounds for chunk in range(chunks) for number in own]
+    backward = [Pass(number, False, chunk) for own in rounds for chunk in reversed(range(chunks)) for number in own]
+    hops = ranks - 1 - rank
+    ahead = min(hops if chunks == 1 else 2 * hops + (chunks - 1) * max(map(len, rounds)), len(forward))
+    alternating = itertools.chain(*zip(forward[ahead:], backward, strict=False))
+    return [*forward[:ahead], *alternating, *backward[len(forward) - ahead :]]
 
 
-def bubble(stages: int, micro_batches: int) -> float:
-    """Fraction of a step that each stage spends waiting, if all passes take the same time."""
-    return (stages - 1) / (micro_batches + stages - 1)
+def source(rank: int, each: Pass, ranks: int, chunks: int) -> tuple[int, Pass] | None:
+    """The rank and its pass whose output a pass gets; None for inputs and the loss."""
+    stage = each.chunk * ranks + rank + (-1 if each.forward else 1)
+    if stage not in range(ranks * chunks):
+        return None
+    return stage % ranks, Pass(each.micro_batch, each.forward, stage // ranks)
+
+
+def ends(ranks: int, micro_batches: int, chunks: int = 1) -> list[dict[Pass, int]]:
+    """For each rank, when each of its passes ends, in passes since the begin of an update, if all take equally long."""
+    left = [deque(one_forward_one_backward(rank, ranks, micro_batches, chunks)) for rank in range(ranks)]
+    found: list[dict[Pass, int]] = [{} for _ in left]
+
+    def is_able(rank: int) -> bool:
+        before = source(rank, left[rank][0], ranks, chunks) if left[rank] else (rank, None)
+        return before is None or before[1] in found[before[0]]
+
+    for now in itertools.count(1):
+        able = list(filter(is_able, range(ranks)))
+        if not able:
+            break
+        for rank in able:
+            found[rank][left[rank].popleft()] = now
+    assert not any(left), "no rank waits for what never comes"
+    return found
+
+
+class Act(Enum):
+    """A part of a pass."""
+
+    RECEIVE = auto()
+    """Begin to receive what it needs of another rank."""
+    COMPUTE = auto()
+    SEND = auto()
+
+
+@functools.lru_cache(maxsize=16)
+def acts(rank: int, ranks: int, micro_batches: int, chunks: int, in_order: bool) -> list[tuple[Act, Pass]]:
+    """What a rank does in an update, one after the other; arguments as for ``one_forward_one_backward``.
+
+    Args:
+        in_order: whether two ranks must begin the messages between them in the same order, as if each rank handled one
+            at a time, which ends when the other rank reaches it. All ranks then begin messages in the order in which
+            ``ends`` makes them, so that none waits for another in a circle; else a rank receives when it needs to.
+    """
+    order = one_forward_one_backward(rank, ranks, micro_batches, chunks)
+    needed = [(before, each) for each in order if (before := source(rank, each, ranks, chunks)) is not None]
+    if not in_order:
+        receives = {each for _, each in needed}
+        return [(act, each) for each in order for act in Act if act is not Act.RECEIVE or each in receives]
+    times = ends(ranks, micro_batches, chunks)
+    made = {each: (times[other][before], other) for (other, before), each in needed}
+    coming = deque(sorted(made, key=made.__getitem__))
+    found: list[tuple[Act, Pass]] = []
+    for each in order:
+        for act, moment in ((Act.COMPUTE, made.get(each, (0, 0))), (Act.SEND, (times[rank][each], rank))):
+            while coming and made[coming[0]] <= moment:
+                found.append((Act.RECEIVE, coming.popleft()))
+            found.append((act, each))
+    return found
+
+
+def bubble(ranks: int, micro_batches: int, chunks: int = 1) -> float:
+    """Fraction of a step that each rank spends waiting, if all passes take the same time."""
+    idle = ranks - 1 + (chunks - 1) * max(ranks - micro_batches, 0)
+    return idle / (chunks * micro_batches + idle)
+
+
+def most_held(ranks: int, micro_batches: int, chunks: int = 1) -> int:
+    """The most passes of which the first rank, which has most, holds the activations at a time."""
+    order = one_forward_one_backward(0, ranks, micro_batches, chunks)
+    return max(itertools.accumulate(1 if each.forward else -1 for each in order))
 
 
 def balanced(

@@ -3,6 +3,7 @@ names, optimizers and reducers stay the same."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +47,8 @@ class Stages:
     layers: Sequence[Layer]
     ranges: Sequence[range]
     """Layer numbers of each stage."""
+    ranks: int
+    """Number of ranks, which have the stages in turn."""
 
     @property
     def are_given(self) -> bool:
@@ -57,27 +60,36 @@ class Stages:
         """Number of layers in each stage."""
         return [len(own) for own in self.ranges]
 
-    def of(self, stage: int) -> list[Layer]:
-        """The layers of a stage."""
-        return [self.layers[number] for number in self.ranges[stage]]
+    def of(self, rank: int) -> list[list[Layer]]:
+        """The layers of each stage of a rank."""
+        return [[self.layers[number] for number in own] for own in self.ranges[rank :: self.ranks]]
+
+    def held(self, rank: int) -> frozenset[int]:
+        """Ids of the parameters and buffers that a rank's layers use."""
+        return frozenset[int]().union(*(layer.held for own in self.of(rank) for layer in own))
+
+    def shares(self, rank: int) -> bool:
+        """Whether several stages of a rank use one parameter."""
+        of_stages = [frozenset[int]().union(*(layer.held for layer in own)) for own in self.of(rank)]
+        return sum(map(len, of_stages)) > len(self.held(rank))
 
 
 class StageModel(Module):
-    """Calls the layers of a stage, one after the other.
+    """Calls the layers of a rank's stages, one after the other.
 
     Args:
         model: has their parameters.
-        layers: the layers.
+        chunks: the layers of each stage.
     """
 
-    def __init__(self, model: Module, layers: Sequence[Layer]) -> None:
+    def __init__(self, model: Module, chunks: Sequence[Sequence[Layer]]) -> None:
         super().__init__()
         self.model = model
-        self.calls = tuple(layer.call for layer in layers)
+        self.chunks = tuple(tuple(layer.call for layer in layers) for layers in chunks)
 
-    def forward(self, value: Any) -> Any:
+    def forward(self, value: Any, chunk: int) -> Any:
         """The value that the next stage gets."""
-        for call in self.calls:
+        for call in self.chunks[chunk]:
             value = call(value)
         return value
 
@@ -151,7 +163,8 @@ def stages_given(calls: Any) -> Sequence[Sequence[Any]] | None:
 def staged(
     model: Module,
     layers: Sequence[Layer],
-    stages: int,
+    ranks: int,
+    chunks: int = 1,
     costs: Sequence[float] | None = None,
     together: Sequence[bool] = (),
 ) -> Stages:
@@ -160,7 +173,8 @@ def staged(
     Args:
         model: the model.
         layers: its layers, in order.
-        stages: number of stages.
+        ranks: number of ranks.
+        chunks: number of stages of each rank.
         costs: cost of each layer; by default, based on numbers of parameters.
         together: whether each layer must be in the same stage as the previous one; none by default.
 
@@ -170,7 +184,9 @@ def staged(
     """
     users = users_of(model, layers)
     trained = [layer.is_trained for layer in layers]
-    ranges = given_ranges(layers, stages)
+    stages = ranks * chunks
+    asked = asked_for(ranks, chunks)
+    ranges = given_ranges(layers, ranks, chunks)
     if ranges is None:
         costs = [layer.cost for layer in layers] if costs is None else costs
         parameters = {name for name, _ in model.named_parameters()}
@@ -181,16 +197,16 @@ def staged(
             ranges = ranges or balanced(costs, trained, stages, kept)
         if ranges is None and any(together) and balanced(costs, trained, stages):
             raise UserError(
-                f"parallel.pipeline is {stages}, and layer {together.index(True) - 1} of {FIELD} passes on a value "
+                f"{asked}, and layer {together.index(True) - 1} of {FIELD} passes on a value "
                 "that another rank could not use",
                 "let layers pass on tensors, by themselves or in tuples, lists and dicts",
             )
     if ranges is None:
         count = sum(trained)
+        key, most = ("pipeline_chunks", count // ranks) if 1 < chunks and ranks <= count else ("pipeline", count)
         raise UserError(
-            f"parallel.pipeline is {stages}, and the model has {count} {'layer' if count == 1 else 'layers'} with "
-            "parameters to train",
-            f"choose a parallel.pipeline of {max(count, 1)} or less, or give finer layers",
+            f"{asked}, and the model has {count} {'layer' if count == 1 else 'layers'} with parameters to train",
+            f"choose a parallel.{key} of {max(most, 1)} or less, or give finer layers",
         )
     wrong = shared_buffer(model, layers, ranges)
     if wrong is not None:
@@ -200,20 +216,26 @@ def staged(
             "give each layer its own, choose a parallel.pipeline that leaves these layers in one stage, or use "
             "parallel.shard: parameters or parallel.tensor in place of parallel.pipeline",
         )
-    return Stages(layers, ranges)
+    return Stages(layers, ranges, ranks)
 
 
-def given_ranges(layers: Sequence[Layer], stages: int) -> list[range] | None:
+def asked_for(ranks: int, chunks: int) -> str:
+    """Says how many stages the run file asks for, for messages."""
+    return f"parallel.pipeline is {ranks}" + (f" and parallel.pipeline_chunks {chunks}" if chunks > 1 else "")
+
+
+def given_ranges(layers: Sequence[Layer], ranks: int, chunks: int) -> list[range] | None:
     """Layer numbers of each stage as the task assigns them, if it does. Raises UserError if they do not fit."""
     given = [layer.stage for layer in layers if layer.stage is not None]
     if not given:
         return None
     count = given[-1] + 1
-    if count != stages:
+    if count != ranks * chunks:
         what = f"{FIELD} gives the layers of {count} {'stage' if count == 1 else 'stages'}"
-        fix = f"set parallel.pipeline: {count}, or return one list of all layers, which are divided by their times"
-        raise UserError(f"{what}, and parallel.pipeline is {stages}", fix)
-    ranges = [range(given.index(stage), given.index(stage) + given.count(stage)) for stage in range(stages)]
+        keys = f"parallel.pipeline: {count}" + (" without parallel.pipeline_chunks" if chunks > 1 else "")
+        fix = f"set {keys}, or return one list of all layers, which are divided by their times"
+        raise UserError(f"{what}, and {asked_for(ranks, chunks)}", fix)
+    ranges = [range(given.index(stage), given.index(stage) + given.count(stage)) for stage in range(count)]
     idle = next((at for at, own in enumerate(ranges) if not any(layers[number].is_trained for number in own)), None)
     if idle is not None:
         what = f"stage {idle}, as {FIELD} gives it, has no parameter to train"
@@ -246,8 +268,10 @@ def shared_buffer(model: Module, layers: Sequence[Layer], ranges: Sequence[range
 
 
 def tied_parameters(model: Module, stages: Stages) -> dict[str, list[int]]:
-    """Stages of each parameter that several stages use, by plain name."""
-    return {plain_name(name): own for name, own in holders_of(model, stages.layers, stages.ranges).items()}
+    """Ranks of each parameter that the stages of several ranks use, by plain name."""
+    holders = holders_of(model, stages.layers, stages.ranges)
+    found = {plain_name(name): sorted({stage % stages.ranks for stage in own}) for name, own in holders.items()}
+    return {name: ranks for name, ranks in found.items() if len(ranks) > 1}
 
 
 def joined(layers: Sequence[Layer], users: Mapping[str, Sequence[int]]) -> list[bool]:
@@ -259,30 +283,31 @@ def joined(layers: Sequence[Layer], users: Mapping[str, Sequence[int]]) -> list[
     return found
 
 
-def as_before(model: Module, layers: Sequence[Layer], counts: Sequence[int], stages: int) -> Stages | None:
+def as_before(model: Module, planned: Stages, counts: Sequence[int]) -> Stages | None:
     """The stages of an earlier attempt with these layer counts; None if they do not fit the model or the run."""
-    if len(counts) != stages or min(counts) < 1 or sum(counts) != len(layers):
+    layers = planned.layers
+    if len(counts) != len(planned.ranges) or min(counts) < 1 or sum(counts) != len(layers):
         return None
     ranges = [range(end - own, end) for own, end in zip(counts, itertools.accumulate(counts), strict=True)]
     trains = all(any(layers[number].is_trained for number in own) for own in ranges)
-    return Stages(layers, ranges) if trains and shared_buffer(model, layers, ranges) is None else None
+    return (
+        dataclasses.replace(planned, ranges=ranges) if trains and shared_buffer(model, layers, ranges) is None else None
+    )
 
 
-def keep_stage(model: Module, stages: Stages, stage: int, optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    """Removes the parameters and buffers of other stages from a model and its optimizers, in place.
+def keep_stages(model: Module, stages: Stages, rank: int, optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    """Removes the parameters and buffers of other ranks' stages from a model and its optimizers, in place.
 
     Args:
         model: whole.
         stages: the division of its layers.
-        stage: the stage to keep.
+        rank: the rank whose stages to keep.
         optimizers: optimizers that update parameters themselves.
 
     Returns:
         The removed tensors, with their memory freed.
     """
-    mine = frozenset[int]().union(*(layer.held for layer in stages.of(stage)))
-    every = frozenset[int]().union(*(layer.held for layer in stages.layers))
-    others = every - mine
+    others = frozenset[int]().union(*(layer.held for layer in stages.layers)) - stages.held(rank)
     gone: dict[int, Tensor] = {}
     for module in model.modules():
         for table in (module._parameters, module._buffers):

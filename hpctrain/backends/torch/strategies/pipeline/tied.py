@@ -12,9 +12,8 @@ import torch
 from hpctrain.backends.torch.reduce.reducer import SummedGradients
 from hpctrain.backends.torch.strategies.exchange import Messages
 from hpctrain.backends.torch.strategies.partition import Partition
+from hpctrain.backends.torch.strategies.pipeline.stage import TIED
 
-TIED = 4
-"""Tag of messages."""
 WHAT = "add up the gradients of tied parameters"
 
 
