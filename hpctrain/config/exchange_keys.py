@@ -30,7 +30,7 @@ class ParallelConfig(Section, key="parallel"):
     """PyTorch: number of pipeline stages into which the layers of the model are divided: those of the task's layers=,
     or of an nn.Sequential. The batch passes through them in the micro-batches of train.accumulate."""
     pipeline_chunks: Positive = 1
-    """Pipeline stages of each rank. With several, each smaller, ranks wait less for each other, and hold more activations
+    """Pipeline stages of each rank. With several smaller ones, ranks wait less for each other, hold more activations,
     and send them more often (interleaved 1F1B)."""
     shard: Shard = "none"
     """What is sharded over the ranks (PyTorch); results and checkpoints are the same."""

@@ -91,8 +91,8 @@ ROWS: Rows = {
         SAY_ELEMENTWISE,
     ),
     (Trait.GATHERS, Feature.PIPELINE_CHUNKS): (
-        "{0}, and parallel.pipeline_chunks is {1}: what a rank without samples left changes by the batch of another one "
-        "could not be undone by itself",
+        "{0}, and parallel.pipeline_chunks is {1}: a rank without samples left computes a batch of another rank, and "
+        "could not undo by itself what that changes",
         "leave parallel.pipeline_chunks out, or set parallel.shard: optimizer",
     ),
     **refusing(Trait.GATHERS, "{0}", WITH_FULLY_SHARDED),

@@ -195,7 +195,7 @@ class Pipelined:
 
     @contextlib.contextmanager
     def _update(self, under_way: MicroBatch) -> Iterator[None]:
-        """A context for a forward pass of an update, which ends where the task calls the model but on the last stage."""
+        """A context for a forward pass of an update, which ends with the call of the model except on the last stage."""
         self.micro_batch = under_way
         try:
             with contextlib.suppress(HandedOn):

@@ -116,7 +116,7 @@ class Stage:
         return self.rank == self.last and chunk == self.chunks - 1
 
     def place(self, chunk: int, hops: int) -> tuple[int, int]:
-        """Rank and chunk of the stage that is so many stages after a chunk of this rank."""
+        """Rank and chunk of the stage that is ``hops`` stages after a chunk of this rank."""
         stage = chunk * self.group.size + self.rank + hops
         return stage % self.group.size, stage // self.group.size
 

@@ -203,7 +203,7 @@ def staged(
             )
     if ranges is None:
         count = sum(trained)
-        key, most = ("pipeline_chunks", count // ranks) if 1 < chunks and ranks <= count else ("pipeline", count)
+        key, most = ("pipeline_chunks", count // ranks) if chunks > 1 and ranks <= count else ("pipeline", count)
         raise UserError(
             f"{asked}, and the model has {count} {'layer' if count == 1 else 'layers'} with parameters to train",
             f"choose a parallel.{key} of {max(most, 1)} or less, or give finer layers",
