@@ -78,7 +78,7 @@ class Facts:
     flops: Flops | None = None
     """FLOPs per training sample, once ``dry_call`` has counted them; None if they cannot be counted."""
     num_layers: int = 0
-    """Layers in this rank's pipeline stage; 0 without pipeline stages."""
+    """Layers in this rank's pipeline stages; 0 without a pipeline."""
     other_names: Mapping[str, str] = field(default_factory=dict)
     """Other names of shared tensors (tied weights), mapped to the name used by ``state``."""
     meta_init: frozenset[str] = frozenset()

@@ -155,6 +155,12 @@ def methods(dtype: str = "float64", blocks: int = 4) -> TorchTask:
     )
 
 
+def without_values() -> TorchTask:
+    """``methods`` on the meta device."""
+    with torch.device("meta"):
+        return methods()
+
+
 def sequential(norm: bool = False) -> TorchTask:
     """Plain layers, some without parameters; with ``norm``, also BatchNorm, whose statistics are per micro-batch."""
     between = [nn.BatchNorm1d(12)] if norm else []

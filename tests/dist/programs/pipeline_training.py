@@ -124,6 +124,9 @@ def on_four_ranks(folder: Path) -> dict[str, Any]:
         "again": run(folder, "again", steps=3, **BOTH, train__recompute="['*']"),
         "again-in-parts": run(folder, "again-in-parts", steps=3, **BOTH, train__recompute="['blocks.*.*']"),
         "initial": run(folder, "initial", steps=1, **two, checkpoint__init_from=folder / "pp4"),
+        "unfilled": run(
+            folder, "unfilled", 1, **two | GATHERED | {"task": "without_values"}, checkpoint__init_from=folder / "pp4"
+        ),
         "drifted": run(folder, "drifted", **two, drifts=True, train__clip_norm="null"),
         "astray": run(folder, "astray", steps=1, task="astray", **two),
         "few": run(folder, "few", task="sequential", parallel__pipeline=4),

@@ -189,7 +189,8 @@ def shard_model(
             **settings,
         )
     if compute.allocates and any(parameter.is_meta for parameter in model.parameters()):
-        model._apply(lambda it: torch.zeros_like(it, device=host if it.ndim else device) if it.is_meta else it)
+        # Of the root, so that FSDP2 notices that its own parameters have other memory, too.
+        root._apply(lambda it: torch.zeros_like(it, device=host if it.ndim else device) if it.is_meta else it)
     modules = [module for module in root.modules() if isinstance(module, FSDPModule)]
     for module in modules:
         module.set_gradient_divide_factor(1.0)  # losses are scaled to the global batch

@@ -144,6 +144,7 @@ class Pipelined:
                     )
                 elif act is Act.SEND:
                     self._send(one, each.forward)
+                    clock.mark(Phase.FORWARD if each.forward else Phase.BACKWARD)
                 elif each.forward:
                     host, one.is_own = batches[each.micro_batch]
                     batch = self.parts.compute.tensors(host if stage.chunks == 1 else copied(host))
@@ -152,12 +153,10 @@ class Pipelined:
                         of_others.enter_context(self.parts.unchanged())
                     one.samples = samples_of(host)
                     self._forward(batch, one)
-                    clock.mark(Phase.FORWARD)
                 else:
                     is_last = each.micro_batch == len(batches) - 1 and (each.chunk == 0 or not self.shares)
                     passes.reducer.begin_pass(is_last)
                     self._backward(one, passes)
-                    clock.mark(Phase.BACKWARD)
         stage.settle()
         passes.take(stage.share_loss(passes.as_array()))
 
