@@ -40,10 +40,14 @@ class HandedOn(BaseException):
 
 @dataclass
 class MicroBatch:
-    """A micro-batch on its way through a stage."""
+    """A micro-batch on its way through a stage of this rank, forward and back."""
 
+    stage: Stage
     chunk: int
     """Index of the stage among those of this rank."""
+    samples: int = 0
+    is_own: bool = True
+    """False for another rank's batch; see Passes.add."""
     coming: Coming | None = None
     """Activations, or later gradients, that are being received."""
     received: Received | None = None
@@ -56,9 +60,48 @@ class MicroBatch:
     """Tensors sent to the next stage that will get gradients."""
     score: Any = None
     """The loss, on the last stage."""
-    samples: int = 0
-    is_own: bool = True
-    """False for another rank's batch; see Passes.add."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage is the last one."""
+        return self.stage.is_last(self.chunk)
+
+    def begin(self, forward: bool = True) -> None:
+        """Begins to receive activations, unless the stage is the first, or gradients."""
+        if not forward:
+            self.coming = self.stage.begin_gradients(self.sent, self.chunk)
+        elif not self.stage.is_first(self.chunk):
+            self.coming = self.stage.begin(self.chunk)
+
+    def through(self, layers: Callable[[Any, int], Any], value: Any) -> Any:
+        """What the stage returns for the input of the model, or for what it receives."""
+        self.is_called = True
+        if self.coming is not None:
+            self.received, self.coming = self.stage.receive(self.coming), None
+            value = self.received.value
+        self.value = layers(value, self.chunk)
+        return self.value
+
+    def keep_loss(self, score: Any) -> None:
+        """Keeps the loss for the backward pass."""
+        self.score = score
+
+    def backward(self, passes: Passes) -> None:
+        """Computes gradients, from the loss or from those that it receives."""
+        if self.is_last:
+            passes.add(self.score, self.samples, is_own=self.is_own)
+        elif self.sent and self.coming:
+            torch.autograd.backward(list(self.sent), self.coming.wait())
+        self.score, self.sent, self.coming = None, (), None
+
+    def send(self, forward: bool = True) -> None:
+        """Sends what the last pass has computed to the next or previous stage, if there is one."""
+        if forward and not self.is_last:
+            self.sent = self.stage.pass_on(self.value, self.chunk)
+        elif not forward and self.received is not None:
+            self.stage.send_gradients(self.received, self.chunk)
+            self.received = None
+        self.value = None
 
 
 @dataclass(eq=False)
@@ -89,17 +132,15 @@ class Pipelined:
         stage, under_way = self.stage, self.micro_batch
         value = only_value(inputs, more, again=under_way is not None and under_way.is_called)
         if under_way is not None:
-            under_way.is_called = True
-            value = self._through(value, under_way)
-            if stage.is_last(under_way.chunk):
+            value = under_way.through(self.layers, value)
+            if under_way.is_last:
                 return value
-            under_way.value = value
             raise HandedOn
         for chunk in range(stage.chunks):
-            coming = None if stage.is_first(chunk) else stage.begin(chunk)
-            value = self._through(value, MicroBatch(chunk, coming))
-            if not stage.is_last(chunk):
-                stage.pass_on(value, chunk)
+            one = MicroBatch(stage, chunk)
+            one.begin()
+            value = one.through(self.layers, value)
+            one.send()
         if stage.rank == stage.last:
             for rank in range(stage.last):
                 stage.send(value, rank, OUTPUT)
@@ -107,13 +148,6 @@ class Pipelined:
             value = stage.receive(stage.begin_receive(stage.last, OUTPUT, "tell the outputs")).value
         stage.settle()
         return value
-
-    def _through(self, value: Any, under_way: MicroBatch) -> Any:
-        """What a stage returns for the input of the first one, or for what it receives."""
-        if under_way.coming is not None:
-            under_way.received, under_way.coming = self.stage.receive(under_way.coming), None
-            value = under_way.received.value
-        return self.layers(value, under_way.chunk)
 
     def begin(self, micro_batches: Sequence[HostBatch]) -> None:
         """Raises UserError, on all ranks, if ranks of one model got different samples. Collective.
@@ -134,62 +168,49 @@ class Pipelined:
         """See PassRunner. All stages get the same micro-batches and loss; waiting for other stages is exchange time."""
         stage = self.stage
         batches = list(even_batches(micro_batches, self.parts.partition.sync_group))
-        under_way = {(at, chunk): MicroBatch(chunk) for at in range(len(batches)) for chunk in range(stage.chunks)}
+        under_way = {
+            (number, chunk): MicroBatch(stage, chunk, samples_of(host), is_own)
+            for number, (host, is_own) in enumerate(batches)
+            for chunk in range(stage.chunks)
+        }
         with self._own_streams(), contextlib.ExitStack() as of_others:
             for act, each in acts(stage.rank, stage.group.size, len(batches), stage.chunks, stage.exchange.in_order):
                 one = under_way[each.micro_batch, each.chunk]
                 if act is Act.RECEIVE:
-                    one.coming = (
-                        stage.begin(each.chunk) if each.forward else stage.begin_gradients(one.sent, each.chunk)
-                    )
+                    one.begin(each.forward)
                 elif act is Act.SEND:
-                    self._send(one, each.forward)
+                    one.send(each.forward)
                     clock.mark(Phase.FORWARD if each.forward else Phase.BACKWARD)
                 elif each.forward:
-                    host, one.is_own = batches[each.micro_batch]
+                    host, _ = batches[each.micro_batch]
                     batch = self.parts.compute.tensors(host if stage.chunks == 1 else copied(host))
                     clock.mark(Phase.TO_DEVICE)
                     if not one.is_own:  # such batches come last, so nothing of this rank's is undone
                         of_others.enter_context(self.parts.unchanged())
-                    one.samples = samples_of(host)
                     self._forward(batch, one)
                 else:
                     is_last = each.micro_batch == len(batches) - 1 and (each.chunk == 0 or not self.shares)
                     passes.reducer.begin_pass(is_last)
-                    self._backward(one, passes)
+                    one.backward(passes)
         stage.settle()
         passes.take(stage.share_loss(passes.as_array()))
 
     def _forward(self, batch: dict[str, Tensor], under_way: MicroBatch) -> None:
         task = self.parts.task
         with self._update(under_way), self.parts.compute.autocast():
-            under_way.score = task.loss(task.forward(self, batch), batch)
+            under_way.keep_loss(task.loss(task.forward(self, batch), batch))
         if not under_way.is_called:
             raise UserError("forward does not call the model", ONCE)
-
-    def _backward(self, under_way: MicroBatch, passes: Passes) -> None:
-        if self.stage.is_last(under_way.chunk):
-            passes.add(under_way.score, under_way.samples, is_own=under_way.is_own)
-        elif under_way.sent and under_way.coming:
-            torch.autograd.backward(list(under_way.sent), under_way.coming.wait())
-        under_way.score, under_way.sent, under_way.coming = None, (), None
-
-    def _send(self, under_way: MicroBatch, forward: bool) -> None:
-        """Sends what the last pass has computed to the next or previous stage, if there is one."""
-        if not forward and under_way.received is not None:
-            self.stage.send_gradients(under_way.received, under_way.chunk)
-            under_way.received = None
-        elif forward and not self.stage.is_last(under_way.chunk):
-            under_way.sent, under_way.value = self.stage.pass_on(under_way.value, under_way.chunk), None
 
     def dry_call(self, batch: dict[str, Tensor]) -> None:
         """A forward pass as in an update, on all stages, whose errors name the task's field."""
         for chunk in range(self.stage.chunks):
             own = {name: one.clone() for name, one in batch.items()}  # which a task may change in place
-            under_way = MicroBatch(chunk, None if self.stage.is_first(chunk) else self.stage.begin(chunk))
+            under_way = MicroBatch(self.stage, chunk)
+            under_way.begin()
             with self._update(under_way):
                 try_loss(self.parts.task, self, own, self.parts.partition.hint)
-            self._send(under_way, forward=True)
+            under_way.send()
         self.stage.settle()
 
     @contextlib.contextmanager
