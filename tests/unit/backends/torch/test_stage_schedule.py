@@ -304,6 +304,32 @@ def test_stages_have_copies_of_tied_parameters_only_where_they_must() -> None:
     assert tied_parameters(model, again) == {"one.weight": [1, 2]}
 
 
+def test_stages_of_a_rank_share_parameters_without_copies() -> None:
+    model: Any = two(nn.Linear(3, 3), nn.Linear(3, 3), third=nn.Linear(3, 3), last=nn.Linear(3, 3))
+    model.third.weight = model.one.weight
+    stages = staged(model, layers_of(model, lambda m: [m.one, m.other, m.third, m.last]), ranks=2, chunks=2)
+    assert not tied_parameters(model, stages)
+    assert stages.shares(0) and not stages.shares(1)
+    keep_stages(model, stages, 0, [])
+    assert [name for name, _ in model.named_parameters()] == ["one.weight", "one.bias", "third.bias"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "chunks", "said"),
+    [
+        (2, 3, "^parallel.pipeline is 2 and parallel.pipeline_chunks 3, and the model has 3 layers"),
+        (2, 1, "layers= of the task gives the layers of 3 stages, and parallel.pipeline is 2"),
+        (3, 2, "layers= of the task gives the layers of 3 stages, and parallel.pipeline is 3 and .*chunks 2"),
+    ],
+)
+def test_the_number_of_stages_is_named(ranks: int, chunks: int, said: str) -> None:
+    model = three()
+    chain = [model.one, model.other, model.third]
+    lists = chain if (ranks, chunks) == (2, 3) else [[one] for one in chain]
+    with pytest.raises(UserError, match=said):
+        staged(model, layers_of(model, lambda m: lists), ranks, chunks)
+
+
 def test_the_stages_of_an_earlier_attempt_have_no_copies_of_sharded_parameters() -> None:
     """Ranks would wait for rows of the copy that another rank has; the stages that were planned have no copies."""
     model: Any = tied()
