@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.monitor.node.gpu_readings import GpuReading, remarks
+from hpctrain.run.rank_environment import RUN_DIR
 from hpctrain.system import cgroups
 from hpctrain.system.kernel import names_in, read_text
 
@@ -45,6 +46,8 @@ class Findings:
 
     host: tuple[str, ...]
     by_pid: Mapping[int, tuple[str, ...]]
+    starved: frozenset[int] = frozenset()
+    """PIDs of processes that waited for a processor."""
 
 
 def read(pids: Sequence[int], now: float, gpus: Sequence[GpuReading] = ()) -> Reading:
@@ -65,18 +68,25 @@ def compare(before: Reading, after: Reading) -> Findings:
     rates = {key: grown(key) / units.get(key, seconds) for key in REMARKS}
     host = [text.format(rates[key]) for key, (least, text) in REMARKS.items() if rates[key] >= least]
     host.extend(remarks(after.gpus))
-    by_pid = {}
+    by_pid, starved = {}, set()
     for pid, counters in after.processes.items():
         earlier = before.processes.get(pid, {})
         if lines := compare_process(earlier, counters, seconds):
             by_pid[pid] = tuple(lines)
-    return Findings(tuple(host), by_pid)
+        if share_waited(earlier, counters, seconds) >= NOTABLE:
+            starved.add(pid)
+    return Findings(tuple(host), by_pid, frozenset(starved))
+
+
+def share_waited(before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> float:
+    """Fraction of the time that a process waited for a processor; 0 if unknown."""
+    return (after.get("waiting_s", 0) - before.get("waiting_s", 0)) / seconds if before else 0.0
 
 
 def compare_process(before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> list[str]:
     """Returns what stands out about one process."""
     lines = []
-    if before and (share := (after.get("waiting_s", 0) - before.get("waiting_s", 0)) / seconds) >= NOTABLE:
+    if (share := share_waited(before, after, seconds)) >= NOTABLE:
         switches = (after.get("involuntary", 0) - before.get("involuntary", 0)) / seconds
         lines.append(f"waited {share:.0%} of the time for a processor, {switches:.0f} involuntary switches/s")
     if before and (faults := (after.get("major_faults", 0) - before.get("major_faults", 0)) / seconds) >= 50:
@@ -167,3 +177,34 @@ def energy(before: Reading, after: Reading) -> dict[str, float]:
     if known := [now - then for then, now in pairs if then is not None and now is not None]:
         spent["gpu"] = max(sum(known), 0.0)
     return spent
+
+
+def rivals(
+    cpus: set[int], ours: set[int], seconds: float, before: Mapping[int, float], after: Mapping[int, float]
+) -> list[str]:
+    """Describes other processes that use at least half of one of ``cpus`` between two ``processor_seconds`` calls.
+
+    Neither ``ours`` are named nor what else this run has started, which has its folder in the environment.
+    """
+    lines = []
+    mark = f"{RUN_DIR}={os.environ.get(RUN_DIR)}"
+    for pid, used in after.items():
+        share = (used - before.get(pid, used)) / seconds
+        if pid in ours or share < 0.5 or mark in read_text(PROC / str(pid) / "environ").split("\0"):
+            continue
+        stat = read_text(PROC / str(pid) / "stat")
+        fields = stat.rpartition(")")[2].split()
+        if fields and int(fields[36]) in cpus:
+            name = stat[stat.find("(") + 1 : stat.rfind(")")]
+            lines.append(f"process {pid} ({name}) uses {share:.0%} of a processor that the rank may use")
+    return lines[:3]
+
+
+def processor_seconds() -> dict[int, float]:
+    """CPU seconds of every process on the host, by PID."""
+    found = {}
+    for name in filter(str.isdecimal, names_in(PROC)):
+        fields = read_text(PROC / name / "stat").rpartition(")")[2].split()
+        if fields:
+            found[int(name)] = (int(fields[11]) + int(fields[12])) / TICK
+    return found

@@ -7,7 +7,7 @@ import functools
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -31,6 +31,8 @@ SHORTEST_READING_S = 0.25
 the evidence must not wait for the regular interval."""
 KNOWN = ("busy", "watts", "mhz", "most_mhz", "celsius", "slowed")
 """What is reported of a GPU, besides its memory."""
+RIVALS_S = 30.0
+"""Seconds between searches for other processes on the ranks' processors."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Node:
         self.reading: host_counters.Reading | None = None
         self.joules: dict[str, float] = {}
         """Energy used so far, by ``cpu`` and ``gpu``."""
+        self.next_rivals = 0.0
         self.alarmed = False
         """Whether the next poll reports at once: a rank has died, and the launcher will soon end the others."""
         self.lives: dict[int, int] = {}
@@ -161,6 +164,9 @@ class Node:
             return []
         found = host_counters.compare(before, self.reading)
         by_rank = {str(self.ranks[pids.index(pid)]): list(lines) for pid, lines in found.by_pid.items()}
+        if found.starved and now >= self.next_rivals:
+            self.next_rivals = now + RIVALS_S
+            self.add_rivals(by_rank, pids)
         messages = list(self.devices(heads, before, self.reading))
         if found.host or by_rank:
             fields = {"node": self.plan.node, "host": list(found.host), "ranks": by_rank}
@@ -183,6 +189,17 @@ class Node:
         broken = [gpu.broken for gpu in now.gpus if gpu.broken]
         if self.joules or rows or broken:
             yield Message("devices", {"node": self.plan.node, "joules": self.joules, "ranks": rows, "broken": broken})
+
+    def add_rivals(self, by_rank: dict[str, list[str]], pids: Sequence[int]) -> None:
+        """Adds other processes that use the ranks' processors."""
+        ours = {*pids, os.getpid(), *(child for pid in pids for child in family(pid))}
+        before, began = host_counters.processor_seconds(), time.monotonic()
+        time.sleep(0.3)
+        after, seconds = host_counters.processor_seconds(), time.monotonic() - began
+        for rank, lines in by_rank.items():
+            with contextlib.suppress(OSError):
+                cpus = os.sched_getaffinity(pids[self.plan.ranks.index(int(rank))])
+                lines.extend(host_counters.rivals(cpus, ours, seconds, before, after))
 
     def answer(self, command: Message) -> list[Message]:
         """Executes a command of the first node's agent; returns the answers."""

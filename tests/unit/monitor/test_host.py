@@ -51,6 +51,7 @@ def test_waiting_for_a_processor_is_the_processs_own() -> None:
         reading(0, {}, {"waiting_s": 0.0, "involuntary": 0}), reading(5, {}, {"waiting_s": 2.5, "involuntary": 50})
     )
     assert found.by_pid[7] == ("waited 50% of the time for a processor, 10 involuntary switches/s",)
+    assert found.starved == {7}
 
 
 def test_a_real_reading_has_the_counters_of_linux() -> None:
@@ -125,3 +126,24 @@ def test_without_py_spy_the_process_is_asked(spinning: subprocess.Popen[str], mo
         "no stack: py-spy may not read the process: not permitted; "
         "the process does not run, so its faulthandler cannot answer\n"
     )
+
+
+def test_rivals_for_a_processor_are_named(spinning: subprocess.Popen[str]) -> None:
+    os.sched_setaffinity(spinning.pid, {0})
+    lines = host.rivals({0}, set(), 1.0, {spinning.pid: 0.0}, {spinning.pid: 0.9})
+    assert lines and lines[0].startswith(f"process {spinning.pid} (python")
+    assert host.rivals({0}, {spinning.pid}, 1.0, {spinning.pid: 0.0}, {spinning.pid: 0.9}) == []
+    assert host.rivals(set(), set(), 1.0, {spinning.pid: 0.0}, {spinning.pid: 0.9}) == []
+
+
+def test_a_rank_of_this_run_that_another_agent_watches_is_not_a_rival(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts in network namespaces, containers of one machine: its environment names the run."""
+    monkeypatch.setenv("HPCTRAIN_RUN_DIR", "/runs/one")
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        os.sched_setaffinity(other.pid, {0})
+        used = {other.pid: 0.0}, {other.pid: 0.9}
+        of_this_run = host.rivals({0}, set(), 1.0, *used)
+        monkeypatch.setenv("HPCTRAIN_RUN_DIR", "/runs/other")
+        of_another = host.rivals({0}, set(), 1.0, *used)
+        other.communicate(b"\n")
+    assert of_this_run == [] and len(of_another) == 1

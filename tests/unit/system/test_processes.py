@@ -130,7 +130,7 @@ def test_a_name_that_the_kernel_cuts_in_mid_character_hides_no_process(tmp_path:
         wait_for("process of that name", lambda: b"\xc3)" in Path(f"/proc/{child.pid}/stat").read_bytes())
         try:
             assert processes.is_alive(child.pid, processes.birth(child.pid))
-            assert host.process_counters(child.pid)
+            assert child.pid in host.processor_seconds() and host.process_counters(child.pid)
         finally:
             child.kill()
 
