@@ -27,6 +27,10 @@ MEASURED_S = 10.0
 """Shortest training in seconds whose times of steps are meaningful."""
 EXCHANGE_BOUND = 0.3
 """Fraction of the time spent exchanging gradients above which a run is exchange-bound."""
+REHEARSED = ("to_device", "forward", "backward", "exchange")
+"""Phases of a trial step of ``reduce.kind: auto``."""
+PROMISED = 1.3
+"""Factor by which a step must exceed the trial steps to be named."""
 SHOWN = 4
 """Most recoveries that are listed."""
 COSTLY = 0.05
@@ -314,15 +318,26 @@ def phases(data: RunHistory) -> list[Explanation]:
     return found
 
 
-def through_host(data: RunHistory) -> list[Explanation]:
-    """Gradients of GPUs that go through host memory."""
+def exchanges(data: RunHistory) -> list[Explanation]:
+    """Gradients of GPUs that go through host memory; and steps much longer than the trial steps of ``auto``."""
     last, started = data.run.progress.newest(events.Train), data.last(events.RunStarted)
+    spent, found = last.seconds_per_step() if last else {}, list[Explanation]()
+    exchange, step = spent.get("exchange", 0.0), sum(spent.get(phase, 0.0) for phase in REHEARSED)
     host_s = started.through_host_s if started else None
-    if not host_s:
-        return []
-    title = f"gradients of GPUs go through host memory: about {host_s:.2g} s per update"
-    cost = host_s / max(host_s, sum(last.seconds_per_step().values()) if last else 0.0)
-    return [Explanation(Code.EXCHANGE_BOUND, title, (), "start one rank per GPU, and leave reduce.kind out", cost=cost)]
+    if host_s:
+        title = f"gradients of GPUs go through host memory: about {host_s:.2g} s per update"
+        advice = "start one rank per GPU, and leave reduce.kind out"
+        found.append(Explanation(Code.EXCHANGE_BOUND, title, (), advice, cost=host_s / max(host_s, step)))
+    name = data.run.reducer.get("reducer")
+    seconds = data.run.reducer.get("seconds")
+    trial_s = seconds.get(name) if isinstance(seconds, dict) else None
+    if not _is_measured(data):
+        return found
+    if isinstance(trial_s, float) and step > PROMISED * trial_s > 0 and exchange > step - trial_s:
+        title = f"a step takes {step:.2g} s, of which the exchange {exchange:.2g} s; trial steps took {trial_s:.2g} s"
+        advice = f"compare {name} with others by hpctrain bench step; resumes keep it unless reduce.kind names another"
+        found.append(Explanation(Code.EXCHANGE_BOUND, title, (), advice, cost=(step - trial_s) / step))
+    return found
 
 
 def failed_checkpoints(data: RunHistory) -> list[Explanation]:
@@ -344,7 +359,7 @@ def failed_checkpoints(data: RunHistory) -> list[Explanation]:
 
 Rule = Callable[[RunHistory], Explanation | None]
 RULES: tuple[Rule, ...] = (by_cause, by_hang, by_failure, by_stop, by_completion)
-SLOW = (stragglers, failed_checkpoints, phases, through_host)
+SLOW = (stragglers, failed_checkpoints, phases, exchanges)
 
 
 def recoveries(data: RunHistory) -> list[str]:

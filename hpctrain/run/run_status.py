@@ -329,6 +329,8 @@ class RunSnapshot:
     """Last words by attempt; not set by ``RunView.look``."""
     data: Mapping[str, Any] = field(default_factory=dict)
     """The training data: ``fingerprint``, ``samples`` (number), ``sources`` (tables)."""
+    reducer: Mapping[str, Any] = field(default_factory=dict)
+    """What ``reduce.kind: auto`` chose: ``reducer`` (name), ``seconds`` (of a trial step, by name)."""
 
     @property
     def name(self) -> str:

@@ -159,6 +159,7 @@ class RunView:
             attempts=attempts,
             progress=progress,
             data=data if isinstance(data := info.get("data"), dict) else {},
+            reducer=reducer if isinstance(reducer := info.get("reducer"), dict) else {},
             life=life,
             live=self._live.read(),
             left_out=decoder.note,

@@ -36,12 +36,13 @@ def history(
     attempts: Sequence[Attempt] = (),
     phases: Mapping[str, float] | None = None,
     counts: Mapping[str, int] | None = None,
+    reducer: Mapping[str, Any] | None = None,
 ) -> RunHistory:
     """A run of these attempts and rare events, with so many seconds in each phase of its only interval."""
     progress = Progress()
     for event in rare:
         progress.add(event)
-    run = RunSnapshot(Path("run"), None, {}, tuple(attempts), progress)
+    run = RunSnapshot(Path("run"), None, {}, tuple(attempts), progress, reducer=reducer or {})
     spent = {name: Series(np.ones(1), np.ones(1), np.array([seconds])) for name, seconds in (phases or {}).items()}
     loss = {"loss": Series(np.ones(1), np.ones(1), np.ones(1))}
     return RunHistory(
@@ -77,6 +78,19 @@ def test_time_that_does_not_compute_is_told_beyond_its_threshold(phases: dict[st
             answer.advice
             and f"{phases.get('data', phases.get('exchange', 0)) / sum(phases.values()):.0%}" in answer.title
         )
+
+
+CHOSEN = {"reducer": "mpi-node", "seconds": {"mpi-node": 0.1, "horovod-flat": 0.08}}
+
+
+@pytest.mark.parametrize(("forward", "exchange", "told"), [(0.08, 0.06, True), (0.08, 0.04, False), (0.2, 0.06, False)])
+def test_an_exchange_that_takes_longer_than_in_trial_steps_is_told(forward: float, exchange: float, told: bool) -> None:
+    """Not if the step is little longer, if it is passes that take longer, or in the first seconds of a run."""
+    train = Train(step=10, attempt=1, steps=10, seconds={"forward": 10 * forward, "exchange": 10 * exchange})
+    for phases, measured in ((COMPUTING, True), ({"forward": 1.6}, False)):
+        answer = explain(history(train, attempts=RUNNING, phases=phases, reducer=CHOSEN))
+        assert ("exchange 0.06 s; trial steps took 0.1 s" in answer.title) is (told and measured)
+        assert ("mpi-node" in answer.advice) is (told and measured)
 
 
 def test_gradients_of_gpus_that_go_through_host_memory_are_told_with_their_cost() -> None:
