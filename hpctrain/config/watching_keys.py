@@ -58,5 +58,7 @@ class TrackConfig(Section, key="track"):
     """MLflow experiment of the run."""
     wandb: str | None = None
     """Weights & Biases project of the run; WANDB_MODE=offline keeps it in the run folder."""
+    prometheus: str | None = None
+    """Text file for a node exporter's textfile collector."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     """Record what the framework does in some steps."""

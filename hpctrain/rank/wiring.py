@@ -188,7 +188,7 @@ def make_hooks(
     events = EventsHook(writer, monitor.clock, config.track.every_steps, all_sinks, lambda: session.signals.insisted)
     yield events  # closes the sinks
     if world.rank == 0:
-        all_sinks += make_sinks(config.track, run_dir)
+        all_sinks += make_sinks(config.track, run_dir, config.name)
         all_sinks += sinks
 
 

@@ -1,10 +1,10 @@
-"""The sinks that a run file can name. To add one: a file with its class, a line in PACKAGES, a key in TrackConfig."""
+"""The sinks that a run file can name. To add one: a file with its class, a line in SINKS, a key in TrackConfig."""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from hpctrain.config.sections import TrackConfig
@@ -14,8 +14,19 @@ from hpctrain.run.folder import RunDir
 from hpctrain.system.output import shown_columns
 from hpctrain.track.console import describe, make_console
 from hpctrain.track.follower import FollowerSink
+from hpctrain.track.prometheus import PrometheusSink
 from hpctrain.track.sink import Sink
 from hpctrain.track.tensorboard import TensorBoardSink
+
+
+@dataclass(frozen=True)
+class SinkKind:
+    """How a sink is made, and the package it needs."""
+
+    package: str | None
+    """PyPI package, which the extra named like the key installs; None if the core is sufficient."""
+    make: Callable[[TrackConfig, RunDir, str], Sink]
+    """Makes it from the run file's section, the run folder and the run's name."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +40,27 @@ class Tracker:
 
 TRACKERS = {"mlflow": Tracker("MLflow", "mlflow_experiment"), "wandb": Tracker("Weights & Biases")}
 """Trackers by key of the section; ``hpctrain track sync`` also sends to them."""
-PACKAGES = {"tensorboard": "tensorboardX", "mlflow": "mlflow", "wandb": "wandb"}
-"""The PyPI package that a key of the section needs, which the extra of the same name installs."""
 
 
-def make_sinks(track: TrackConfig, run_dir: RunDir) -> Iterator[Sink]:
+def _follower(key: str) -> SinkKind:
+    title, more = TRACKERS[key].title, TRACKERS[key].more
+    return SinkKind(
+        key,
+        lambda track, run_dir, name: FollowerSink(key, title, run_dir, getattr(track, key), getattr(track, more, "")),
+    )
+
+
+SINKS = {
+    "tensorboard": SinkKind("tensorboardX", lambda track, run_dir, name: TensorBoardSink(run_dir.path / "tensorboard")),
+    **{key: _follower(key) for key in TRACKERS},
+    "prometheus": SinkKind(
+        "prometheus-client", lambda track, run_dir, name: PrometheusSink(track.prometheus or "", name)
+    ),
+}
+"""Sinks by the key of the section ``track`` that enables them."""
+
+
+def make_sinks(track: TrackConfig, run_dir: RunDir, name: str) -> Iterator[Sink]:
     """Makes the console, the logging sink and the sinks that the run file names; on rank 0.
 
     Raises:
@@ -42,18 +69,19 @@ def make_sinks(track: TrackConfig, run_dir: RunDir) -> Iterator[Sink]:
     for error in missing_extras(track):
         raise error
     yield from (make_console(shown_columns()), LoggingSink())
-    if track.tensorboard:
-        yield TensorBoardSink(run_dir.path / "tensorboard")
-    for key, tracker in TRACKERS.items():
-        if uri := getattr(track, key):
-            yield FollowerSink(key, tracker.title, run_dir, uri, getattr(track, tracker.more, ""))
+    yield from (SINKS[key].make(track, run_dir, name) for key in _named(track))
 
 
 def missing_extras(track: TrackConfig) -> Iterator[MissingExtra]:
     """Yields an error for each named sink whose package is not installed."""
-    for key, package in PACKAGES.items():
-        if getattr(track, key) and importlib.util.find_spec(package) is None:
+    for key in _named(track):
+        package = SINKS[key].package
+        if package and importlib.util.find_spec(package.replace("-", "_")) is None:
             yield MissingExtra(package, key)
+
+
+def _named(track: TrackConfig) -> Iterator[str]:
+    return (key for key in SINKS if getattr(track, key))
 
 
 LOGGER = logging.getLogger("hpctrain.run")

@@ -1,4 +1,4 @@
-"""Trackers, read back with their own readers: TensorBoard, W&B, a real MLflow server that dies mid-run."""
+"""Trackers, read back with their own readers: TensorBoard, Prometheus, W&B, a real MLflow server that dies mid-run."""
 
 from __future__ import annotations
 
@@ -129,13 +129,14 @@ def port() -> Iterator[int]:
 
 
 @pytest.mark.tour
-def test_tensorboard_and_wandb_read_back_the_events(tmp_path: Path) -> None:
+def test_tensorboard_prometheus_and_wandb_read_back_the_events(tmp_path: Path) -> None:
+    prometheus = tmp_path / "hpctrain.prom"
     run_file = write_run(
         tmp_path,
         task=SLOW,
         task_args={"step_s": 0},
         train={"steps": 40, "global_batch": 16},
-        track={"tensorboard": True, "wandb": "waves"},
+        track={"tensorboard": True, "prometheus": str(prometheus), "wandb": "waves"},
     )
     hpctrain("train", run_file, cwd=tmp_path, warm="torch", env={"WANDB_MODE": "offline"})
     run = tmp_path / "runs/run"
@@ -149,6 +150,14 @@ def test_tensorboard_and_wandb_read_back_the_events(tmp_path: Path) -> None:
     assert found["history"] == losses(run)
     assert (found["project"], found["id"], found["config"]["seed"]) == ("waves", about["id"], 0)
     assert found["config"]["data_read"]["fingerprint"] == about["data"]["fingerprint"]
+
+    from prometheus_client.parser import text_string_to_metric_families
+
+    families = {family.name: family for family in text_string_to_metric_families(prometheus.read_text())}
+    (sample,) = families["hpctrain_train_loss"].samples
+    assert sample.labels == {"run": "run"}
+    assert sample.value == losses(run)[-1][1]
+    assert families["hpctrain_finished"].samples[0].value == 1
 
 
 @pytest.mark.slow

@@ -122,6 +122,16 @@ def test_after_a_second_ctrl_c_a_sink_is_waited_for_briefly(tmp_path: Path, monk
     assert closed.wait(PATIENCE_S) and not StopSignals([signal.SIGINT, signal.SIGTERM]).insisted
 
 
+def test_prometheus_gets_names_that_every_exporter_reads(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    from hpctrain.track.prometheus import PrometheusSink
+
+    sink = PrometheusSink(str(tmp_path / "run.prom"), "run")
+    for event in events():
+        sink.event(event)
+    assert 'hpctrain_validation_acc_5{run="run"} 0.5' in (tmp_path / "run.prom").read_text()
+
+
 class Mlflow:
     """As much of MlflowClient as the follower needs, and as strict with names."""
 
