@@ -19,6 +19,9 @@ from hpctrain.launch.engines.slurm.probe import MARK
 
 Reports = Sequence[dict[str, Any]]
 
+CLOCK_S = 5.0
+"""Largest tolerated clock difference; beyond it, the order of events and file times is wrong."""
+
 
 @dataclass(frozen=True)
 class Expected:
@@ -91,7 +94,7 @@ def judge(found: Reports, expected: Expected, hosts: Sequence[str] = ()) -> list
         *_cores(first, expected),
     ]
     if expected.mpi:
-        problems += islice(_mpi(first, joined, expected), 1)
+        problems += [*islice(_mpi(first, joined, expected), 1), *_clocks(joined)]
     return sorted(problems, key=lambda problem: not problem.fatal)
 
 
@@ -207,6 +210,17 @@ def _mpi(first: Reports, joined: Reports, expected: Expected) -> Iterator[Fault]
             what = f"{members}, which hold parts of a layer (parallel.tensor), are on {' and '.join(sorted(names))}"
             fix = "fill one node after the other: no --distribution other than block in launch.slurm.srun_options"
             yield Fault(what, fix, launcher=True)
+
+
+def _clocks(joined: Reports) -> list[Fault]:
+    """Compares clocks read right after a barrier with their median."""
+    times = sorted(report["after"] for report in joined if "after" in report)
+    if not times:
+        return []
+    right = times[len(times) // 2]
+    off = {report["host"]: report["after"] - right for report in joined if abs(report["after"] - right) > CLOCK_S}
+    fix = "ask the site to synchronize its clock"
+    return [Fault(f"the clock of {host} is {by:+.0f} s off", fix, host, fatal=False) for host, by in off.items()]
 
 
 def _by_host(first: Reports) -> dict[str, list[dict[str, Any]]]:

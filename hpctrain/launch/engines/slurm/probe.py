@@ -9,8 +9,10 @@ import argparse
 import json
 import os
 import socket
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +32,18 @@ def main() -> int:
     host = {
         "host": socket.gethostname(),
         "node": os.environ.get("SLURMD_NODENAME"),
+        "pid": os.getpid(),
         "task": os.environ.get("SLURM_PROCID"),
+        "time": time.time(),
         "cpus": f"{sum(1 << core for core in os.sched_getaffinity(0)):x}",
         "devices": devices(),
         **write_problem("run_dir", args.run_dir),
         **write_problem("scratch", scratch_dir(args.scratch)),
+        "scratch": str(scratch_dir(args.scratch)),
     }
     say({"stage": "host", **host})
     if args.mpi:
-        say({"stage": "mpi", "host": host["host"], **join()})
+        say({"stage": "mpi", "host": host["host"], "pid": host["pid"], **join()})
     return 0
 
 
@@ -67,12 +72,25 @@ def write_problem(name: str, folder: Path) -> dict[str, str | None]:
 
 
 def devices() -> list[str]:
-    """Returns the GPUs that this process can use, as the launcher names them, otherwise as the kernel does."""
+    """Returns the GPUs that this process can use: UUIDs if nvidia-smi lists them, else names of launcher or kernel."""
     given = (os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"))
     named = next((names for names in given if names is not None), None)
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        if named is None:
+            return [str(gpu.path) for gpu in usable_gpus()]
+        return [word for word in named.split(",") if word]
+    every = [
+        line.split("UUID: ")[1].rstrip(")")
+        for line in listed.splitlines()
+        if line.startswith("GPU ") and "UUID" in line
+    ]
     if named is None:
-        return [str(gpu.path) for gpu in usable_gpus()]
-    return [word for word in named.split(",") if word]
+        return every
+    return [
+        every[int(word)] if word.isdigit() and int(word) < len(every) else word for word in named.split(",") if word
+    ]
 
 
 def join() -> dict[str, Any]:
@@ -87,11 +105,14 @@ def join() -> dict[str, Any]:
     local = world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank)
     total = np.array([world.rank], dtype=np.int64)
     world.Allreduce(MPI.IN_PLACE, total)
+    world.Barrier()
     return {
         "rank": world.rank,
         "size": world.size,
         "local_rank": local.rank,
+        "local_size": local.size,
         "sum": int(total[0]),
+        "after": time.time(),
         "library": MPI.Get_library_version().split("\n")[0].split(",")[0].rstrip("\0 "),
     }
 

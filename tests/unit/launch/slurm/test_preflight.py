@@ -30,7 +30,7 @@ def healthy() -> Reports:
     ]  # fmt: skip
     joined = [
         {"stage": "mpi", "host": f"n{node}", "pid": rank, "rank": rank, "size": 4, "local_rank": rank % 2,
-         "local_size": 2, "sum": 6, "library": "Open MPI v5"}
+         "local_size": 2, "sum": 6, "after": 100.0, "library": "Open MPI v5"}
         for rank, node in enumerate((1, 1, 2, 2))
     ]  # fmt: skip
     return [*first, *joined]
@@ -133,15 +133,19 @@ def test_missing_mpi4py_is_not() -> None:
     assert not problem.launcher and "hpctrain[mpi]" in problem.fix
 
 
-def test_shared_cores_are_told_but_not_fatal_and_come_after_what_is() -> None:
-    found = healthy()
+def test_clocks_and_shared_cores_are_told_but_not_fatal() -> None:
+    found = change(after=190.0)(healthy())
     for report in found:
         if report["stage"] == "host" and report["host"] == "n1":
             report["cpus"] = "1"
-    (problem,) = judge(found, EXPECTED, HOSTS)
-    assert (problem.fatal, problem.host) == (False, "n1")
-    problems = judge(change(scratch_error="x: full")(found), EXPECTED, HOSTS)
-    assert [problem.fatal for problem in problems] == [True, False]
+    problems = judge(found, EXPECTED, HOSTS)
+    assert [problem.fatal for problem in problems] == [False, False]
+    assert {problem.host for problem in problems} == {"n1", "n2"}
+
+
+def test_fatal_problems_come_first() -> None:
+    found = change(after=190.0, scratch_error="x: full")(healthy())
+    assert [problem.fatal for problem in judge(found, EXPECTED, HOSTS)] == [True, False]
 
 
 def test_hosts_of_tasks() -> None:
