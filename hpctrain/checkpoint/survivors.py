@@ -9,10 +9,11 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -26,6 +27,8 @@ from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.system import cgroups, shared_memory
 from hpctrain.system.files import make_private, write_atomically
+
+T = TypeVar("T")
 
 PIECE_BYTES = 16 << 20
 """Size of the buffer for transfers on each node."""
@@ -85,41 +88,59 @@ def complete(snapshot: Snapshot, world: World, firsts: Group) -> None:
     Raises:
         DamagedCheckpoint: it is damaged, or a node has too little space; on all ranks.
     """
-    problem = exchange(snapshot, firsts) if world.local_rank == 0 else None
+    problem = None
+    if world.local_rank == 0:
+        try:
+            exchange(snapshot, firsts)
+        except DamagedCheckpoint as error:
+            problem = str(error)
     gathered = world.everyone.allgather(problem, f"complete {snapshot.folder.name}", MOVE_TIMEOUT_S)
     if problems := [each for each in gathered if each]:
         raise DamagedCheckpoint(problems[0])
 
 
-def exchange(snapshot: Snapshot, firsts: Group) -> str | None:
-    """Do the work of ``complete`` among the nodes' first ranks; returns an error message, or None."""
-    folder, count = snapshot.folder, snapshot.count
-    files = {shard: shard_file(shard, count) for shard in range(count)}
-    mine = [shard for shard in files if snapshot.holders[shard][0] == firsts.rank]
-    head, texts, sizes, problem = "", {}, {}, None
-    try:
-        texts = {str(shard): index_of(folder / files[shard])[0].decode() for shard in mine}
-        sizes = {str(shard): os.stat(folder / files[shard]).st_size for shard in mine}
+def exchange(snapshot: Snapshot, firsts: Group) -> None:
+    """Do the work of ``complete`` among the nodes' first ranks. Raises DamagedCheckpoint."""
+    folder, holders = snapshot.folder, snapshot.holders
+    files = {shard: shard_file(shard, snapshot.count) for shard in range(snapshot.count)}
+
+    def read() -> tuple[str, list[tuple[int, str, int]]]:
+        """The head, if this node is the first with shard 0, and each of its shards' number, index and bytes."""
+        mine = [shard for shard in files if holders[shard][0] == firsts.rank]
         head = manifest_file.read_bytes(folder / HEAD_FILE).decode() if 0 in mine else ""
-    except (HpctrainError, OSError, ValueError) as error:
-        problem = said(error)
-    gathered = firsts.allgather([head, texts, sizes, problem], f"list the shards of {folder.name}", MOVE_TIMEOUT_S)
-    if failed := [each[3] for each in gathered if each[3]]:
-        return str(failed[0])
-    everything = {int(shard): text.encode() for each in gathered for shard, text in each[1].items()}
-    size_of = {int(shard): size for each in gathered for shard, size in each[2].items()}
+        paths = {shard: folder / files[shard] for shard in mine}
+        return head, [(shard, index_of(path)[0].decode(), path.stat().st_size) for shard, path in paths.items()]
+
+    found = on_all(firsts, f"list the shards of {folder.name}", read)
+    head = "".join(head for head, _ in found)
+    shards = sorted(shard for _, of_node in found for shard in of_node)
+
+    def prepare() -> None:
+        make_folder(folder, head.encode(), [text.encode() for _, text, _ in shards])
+        require_room(folder, sum(size for shard, _, size in shards if firsts.rank not in holders[shard]))
+
+    on_all(firsts, "make room", prepare)
+    problems = [
+        send(folder / files[shard], firsts, nodes[0], lacks=firsts.rank not in nodes)
+        for shard, nodes in holders.items()
+        if len(nodes) < firsts.size
+    ]
+    for problem in filter(None, problems):
+        raise DamagedCheckpoint(problem)
+
+
+def on_all(firsts: Group, what: str, work: Callable[[], T]) -> list[T]:
+    """Do something on every node and return the results; raise DamagedCheckpoint on all if it fails on one."""
+    done, failed = None, None
     try:
-        make_folder(folder, "".join(each[0] for each in gathered).encode(), [everything[shard] for shard in files])
-        require_room(folder, sum(size_of[shard] for shard in files if firsts.rank not in snapshot.holders[shard]))
-    except (HpctrainError, OSError) as error:
-        problem = said(error)
-    if failed := [each for each in firsts.allgather(problem, "make room", MOVE_TIMEOUT_S) if each]:
-        return str(failed[0])
-    for shard, nodes in snapshot.holders.items():
-        if len(nodes) < firsts.size:
-            found = send(folder / files[shard], firsts, nodes[0], lacks=firsts.rank not in nodes)
-            problem = problem or found
-    return problem
+        done = work()
+    except (HpctrainError, OSError, ValueError) as error:
+        failed = said(error)
+    gathered = firsts.allgather([done, failed], what, MOVE_TIMEOUT_S)
+    for _, problem in gathered:
+        if problem:
+            raise DamagedCheckpoint(problem)
+    return [result for result, _ in gathered]
 
 
 def make_folder(folder: Path, head: bytes, shard_texts: Sequence[bytes]) -> None:

@@ -28,25 +28,38 @@ def share_of(
     Raises:
         UserError: names or types cannot be stored (the same on all ranks).
     """
-    specs: dict[Placement, dict[int, TensorSpec]] = {placement: {} for placement in Placement}
-    for index, it in enumerate(tensors):
-        owner = peers.rank if it.placement is Placement.RANK else None
-        specs[it.placement][index] = TensorSpec(it.name, tuple(it.shape), it.dtype, owner)
-    cut_names = {spec.name: spec for spec in specs[Placement.CUT].values()}  # a rank may hold several parts of a tensor
-    check_tensors([*cut_names.values(), *(spec for it in specs if it != "cut" for spec in specs[it].values())])
-    cut = [(index, spec, tensors[index].cut) for index, spec in specs[Placement.CUT].items()]
-    num_bytes = {placement: sum(spec.num_bytes for spec in each.values()) for placement, each in specs.items()}
-    num_bytes[Placement.RANK] *= peers.size
-    num_bytes[Placement.CUT] = sum(spec.num_bytes * group.size // where.copies for _, spec, where in cut if where)
-    own = specs[Placement.RANK] if copies.rank == 0 else {}
-    own |= specs[Placement.FIRST] if group.rank == 0 else {}
-    sources = [*pieces_of_cut(cut), *((index, whole(spec)) for index, spec in own.items())]
+    specs = [spec_of(it, peers) for it in tensors]
+    at = {placement: [i for i, it in enumerate(tensors) if it.placement is placement] for placement in Placement}
+    cut = [(i, specs[i], tensors[i].cut) for i in at[Placement.CUT]]
+    parts = {spec.name: spec for _, spec, _ in cut}  # a rank may hold several parts of a tensor
+    check_tensors([*parts.values(), *(specs[i] for i, it in enumerate(tensors) if it.placement is not Placement.CUT)])
+
+    pieces: list[tuple[int, TensorPiece]] = []
     if group.rank in writers:
-        index_of = {spec.name: index for index, spec in specs[Placement.REPLICATED].items()}
-        parts = partition(list(specs[Placement.REPLICATED].values()), len(writers))
-        mine = parts[writers.index(group.rank)]
-        sources = [*((index_of[piece.tensor.name], piece) for piece in mine), *sources]
-    return [(at, tile) for at, piece in sources for tile in tiles_of(tensors[at], piece)], sum(num_bytes.values())
+        replicated = {specs[i].name: i for i in at[Placement.REPLICATED]}
+        mine = partition([specs[i] for i in replicated.values()], len(writers))[writers.index(group.rank)]
+        pieces += [(replicated[piece.tensor.name], piece) for piece in mine]
+    pieces += pieces_of_cut(cut)
+    if copies.rank == 0:
+        pieces += [(i, whole(specs[i])) for i in at[Placement.RANK]]
+    if group.rank == 0:
+        pieces += [(i, whole(specs[i])) for i in at[Placement.FIRST]]
+
+    tiled = [(i, tile) for i, piece in pieces for tile in tiles_of(tensors[i], piece)]
+    return tiled, sum(bytes_everywhere(it, spec, group, peers) for it, spec in zip(tensors, specs, strict=True))
+
+
+def spec_of(tensor: StateTensor, peers: Group) -> TensorSpec:
+    """What the manifest says of a tensor; rank-local state is named after its rank."""
+    owner = peers.rank if tensor.placement is Placement.RANK else None
+    return TensorSpec(tensor.name, tuple(tensor.shape), tensor.dtype, owner)
+
+
+def bytes_everywhere(tensor: StateTensor, spec: TensorSpec, group: Group, peers: Group) -> int:
+    """Approximate bytes that a checkpoint has of a tensor, if this rank holds as much of it as the others."""
+    if tensor.cut:
+        return spec.num_bytes * group.size // tensor.cut.copies
+    return spec.num_bytes * (peers.size if tensor.placement is Placement.RANK else 1)
 
 
 def pieces_of_cut(tensors: Sequence[tuple[int, TensorSpec, Cut | None]]) -> list[tuple[int, TensorPiece]]:

@@ -177,25 +177,41 @@ def choose(
     if len(among) == 1:
         return Choice(among[0], {})
     first = turn(among, 1)
-    # The better of both runs, as the first one may include compilation.
-    least = {name: min(seconds) for name, seconds in first.items()}
-    left = list(among)
-    if LEAST_TURNS * (1 + MOST_RUNS) * sum(least.values()) > QUICK_S:
-        left = [candidate for candidate in among if least[candidate.name] < HOPELESS * min(least.values())]
-    turns: list[Runs] = [{name: seconds[1:] for name, seconds in first.items()}]
+    least = {name: min(seconds) for name, seconds in first.items()}  # the first run may include compilation
+    left = worth_more_turns(among, least)
     turn_s = max(sum(least[candidate.name] for candidate in left), 1e-6)
     runs = max(LEAST_RUNS, min(MOST_RUNS, int(BUDGET_S / MOST_TURNS / turn_s) - 1))
-    for number in range(min(MOST_TURNS, int(BUDGET_S / (turn_s * (1 + runs)))) if len(left) > 1 else 0):
-        found = turn(left[:: -1 if number % 2 else 1], runs)
-        turns.append({name: seconds[1:] for name, seconds in found.items()})
-        everything = joined(turns)
-        enough = number + 1 >= LEAST_TURNS and (number + 1) * runs >= ENOUGH
-        leads = leads_of(fastest(left, everything), turns[1:])
-        clear = number + 1 >= CLEAR_TURNS and all(min(each) > CLEAR for each in leads)
-        if clear or (enough and not contradict(leads)) or sum(map(sum, everything.values())) > BUDGET_S:
+    most_turns = min(MOST_TURNS, int(BUDGET_S / (turn_s * (1 + runs)))) if len(left) > 1 else 0
+    turns = [warm(first)]
+    for number in range(most_turns):
+        order = left[::-1] if number % 2 else left
+        turns.append(warm(turn(order, runs)))
+        spent_s = sum(map(sum, joined(turns).values()))
+        if spent_s > BUDGET_S or is_settled(left, turns, runs):
             break
     everything = joined(turns)
     return Choice(fastest(left, everything), {name: statistics.median(runs) for name, runs in everything.items()})
+
+
+def worth_more_turns(among: Sequence[Candidate], least: Mapping[str, float]) -> Sequence[Candidate]:
+    """The candidates that are not hopelessly slow, given the shortest run of each."""
+    if LEAST_TURNS * (1 + MOST_RUNS) * sum(least.values()) <= QUICK_S:
+        return among
+    return [candidate for candidate in among if least[candidate.name] < HOPELESS * min(least.values())]
+
+
+def is_settled(left: Sequence[Candidate], turns: Sequence[Runs], runs: int) -> bool:
+    """Whether more turns, each of so many runs, are unlikely to change which candidate is the fastest."""
+    compared = turns[1:]  # the first turn has one run
+    leads = leads_of(fastest(left, joined(turns)), compared)
+    if len(compared) >= CLEAR_TURNS and all(min(each) > CLEAR for each in leads):
+        return True
+    return len(compared) >= LEAST_TURNS and len(compared) * runs >= ENOUGH and not contradict(leads)
+
+
+def warm(turn: Runs) -> Runs:
+    """A turn without each candidate's first run, which warms it up."""
+    return {name: seconds[1:] for name, seconds in turn.items()}
 
 
 def rehearse(reducer: R, step: Callable[[R], object], runs: int, now: Callable[[], float]) -> list[float]:

@@ -60,31 +60,6 @@ class StepClock(Protocol):
         """The wait is over. The time since ``begin_wait`` counts as Phase.EXCHANGE; the interrupted phase continues."""
 
 
-class NoClock:
-    """A clock that records nothing, for rehearsals and for models that are not trained."""
-
-    def mark(self, phase: Phase) -> None:
-        """See StepClock."""
-
-    def mark_ahead(self, phase: Phase) -> None:
-        """See StepClock."""
-
-    def mark_past(self, phase: Phase, ago_s: float) -> None:
-        """See StepClock."""
-
-    def end_step(self, work: float) -> None:
-        """See StepClock."""
-
-    def begin_wait(self, whom: Neighbours) -> None:
-        """See StepClock."""
-
-    def end_wait(self) -> None:
-        """See StepClock."""
-
-
-NO_CLOCK = NoClock()
-
-
 class Waiting:
     """``with waiting: ...``: counts the time inside as a wait for neighbours. Reusable, so steps allocate nothing."""
 
@@ -135,6 +110,10 @@ class IntervalClock:
         taken = {phase.name.lower(): self.seconds[phase] for phase in Phase}
         self.seconds = [0.0] * len(Phase)
         return taken
+
+
+NO_CLOCK = IntervalClock()
+"""A clock that nobody reads, for rehearsals and for models that are not trained."""
 
 
 def past(now: float, ago_s: float, last: float) -> float:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from hpctrain.comm.world import World
 
@@ -17,7 +17,7 @@ CPU_SIZE, GPU_SIZE = 512, 4096
 """Rows of the square matrices that are multiplied."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Flops:
     """FLOPs of a model's training, and a device's speed."""
 
@@ -50,16 +50,26 @@ def of_all(own: Flops | None, world: World) -> Flops | None:
         world: all ranks.
     """
     place = [world.pipeline.rank, world.tensor.rank]
-    mine = [place, [own.per_sample, own.peak_per_s, own.sheet_per_s] if own else None]
-    parts: dict[tuple[int, int], list[list[float]]] = {}
-    for (stage, tensor), speeds in world.everyone.allgather(mine, "compare the speeds of their devices"):
-        parts.setdefault((stage, tensor), []).extend([] if speeds is None else [speeds])
+    parts: dict[tuple[int, int], list[Flops]] = {}
+    for (stage, tensor), speeds in world.everyone.allgather(
+        [place, own and dataclasses.astuple(own)], "compare the speeds of their devices"
+    ):
+        known = parts.setdefault((stage, tensor), [])
+        if speeds:
+            known.append(Flops(*speeds))
     if not all(parts.values()):
         return None
-    means = [list(map(statistics.fmean, zip(*known, strict=True))) for known in parts.values()]
-    per_sample, peak, sheet = map(statistics.fmean, zip(*means, strict=True))
-    all_known = all(speed[2] for speeds in parts.values() for speed in speeds)
-    return Flops(per_sample, peak, sheet if all_known else 0.0) if per_sample else None
+
+    def mean(field: Callable[[Flops], float]) -> float:
+        return statistics.fmean(statistics.fmean(map(field, known)) for known in parts.values())
+
+    all_known = all(each.sheet_per_s for known in parts.values() for each in known)
+    found = Flops(
+        mean(lambda each: each.per_sample),
+        mean(lambda each: each.peak_per_s),
+        mean(lambda each: each.sheet_per_s) if all_known else 0.0,
+    )
+    return found if found.per_sample else None
 
 
 def peak_per_s(multiply: Callable[[], object], operations: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -157,28 +157,39 @@ class VerifyWeights(BaseHook):
         step, world, framework = training.state.step, training.world, training.framework
         self.steps += 1
         is_due = self.steps == 1 if self.every_steps is None else step % self.every_steps == 0
-        if is_due:
-            shared = framework.weights_hash(shared_only=True) if world.tensor.size > 1 else ""
-            own = framework.weights_hash()
-            kind = hardware() if self.every_steps is None else ""
-            hashes = world.everyone.allgather([own, shared, kind], "compare the weights")
-            tensor, stage = world.tensor.size, len(hashes) // world.pipeline.size
-            first = [rank - rank % stage for rank in range(len(hashes))]  # first rank of the same stage
-            odd: dict[int, list[int]] = {}  # deviating ranks, by the rank they were compared with
-            for rank, one in enumerate(first):
-                compared = (one, 1), (one + rank % tensor, 0)  # shared weights first, then the rank's own
-                alike = [(other, part) for other, part in compared if hashes[rank][2] == hashes[other][2]]
-                other = next((other for other, part in alike if hashes[rank][part] != hashes[other][part]), None)
-                if other is not None:
-                    odd.setdefault(other, []).append(rank)
-            if odd:
-                named = [(", ".join(map(str, ranks)), one) for one, ranks in odd.items()]
-                shown = " and those of ".join(f"rank {ranks} differ from those of rank {one}" for ranks, one in named)
-                raise NoRequeue(
-                    f"after step {step} the weights of {shown}",
-                    "look for code in the task that changes weights by itself or depends on the rank, and initialise "
-                    "weights in the task's function, not in forward; else suspect the hardware or MPI of these ranks",
-                )
+        if not is_due:
+            return
+        shared = framework.weights_hash(shared_only=True) if world.tensor.size > 1 else ""
+        kind = hardware() if self.every_steps is None else ""
+        hashes = world.everyone.allgather([framework.weights_hash(), shared, kind], "compare the weights")
+        if odd := deviating(hashes, world.tensor.size, len(hashes) // world.pipeline.size):
+            shown = " and those of ".join(
+                f"rank {', '.join(map(str, ranks))} differ from those of rank {one}" for one, ranks in odd.items()
+            )
+            raise NoRequeue(
+                f"after step {step} the weights of {shown}",
+                "look for code in the task that changes weights by itself or depends on the rank, and initialise "
+                "weights in the task's function, not in forward; else suspect the hardware or MPI of these ranks",
+            )
+
+
+def deviating(hashes: Sequence[Sequence[str]], tensor: int, stage: int) -> dict[int, list[int]]:
+    """Ranks with other weights than the rank they are compared with, by the latter.
+
+    Args:
+        hashes: each rank's hash of its own weights, hash of those that a tensor group shares, and hardware.
+        tensor: ranks of a tensor group.
+        stage: ranks of a pipeline stage.
+    """
+    odd: dict[int, list[int]] = {}
+    for rank, (own, shared, kind) in enumerate(hashes):
+        first = rank - rank % stage
+        peer = first + rank % tensor
+        if hashes[first][2] == kind and hashes[first][1] != shared:
+            odd.setdefault(first, []).append(rank)
+        elif hashes[peer][2] == kind and hashes[peer][0] != own:
+            odd.setdefault(peer, []).append(rank)
+    return odd
 
 
 STEPS = 5
