@@ -249,7 +249,7 @@ def test_a_task_may_set_the_default_device(keys: dict[str, Any]) -> None:
         )
         stage = Stage(messages.group, torch.device("cpu"), exchange=messages)
         stage.send(torch.ones(2, device="cpu"), 0, 0)
-        assert stage.receive(0, 0, "").value.sum() == 2
+        assert stage.receive(stage.begin_receive(0, 0, "")).value.sum() == 2
         with own_stream(1, torch.device("cpu")):
             pass
     finally:
