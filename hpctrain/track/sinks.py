@@ -1,10 +1,10 @@
-"""The sinks that a run file can name. To add one: a file with its class, a line in SINKS, a key in TrackConfig."""
+"""The sinks that a run file can name. To add one: a file with its class, a line in PACKAGES, a key in TrackConfig."""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hpctrain.config.sections import TrackConfig
@@ -20,16 +20,6 @@ from hpctrain.track.tensorboard import TensorBoardSink
 
 
 @dataclass(frozen=True)
-class SinkKind:
-    """How a sink is made, and the package it needs."""
-
-    package: str | None
-    """PyPI package, which the extra named like the key installs; None if the core is sufficient."""
-    make: Callable[[TrackConfig, RunDir, str], Sink]
-    """Makes it from the run file's section, the run folder and the run's name."""
-
-
-@dataclass(frozen=True)
 class Tracker:
     """A server to which a process (the module named like its key) sends the events."""
 
@@ -40,24 +30,8 @@ class Tracker:
 
 TRACKERS = {"mlflow": Tracker("MLflow", "mlflow_experiment"), "wandb": Tracker("Weights & Biases")}
 """Trackers by key of the section; ``hpctrain track sync`` also sends to them."""
-
-
-def _follower(key: str) -> SinkKind:
-    title, more = TRACKERS[key].title, TRACKERS[key].more
-    return SinkKind(
-        key,
-        lambda track, run_dir, name: FollowerSink(key, title, run_dir, getattr(track, key), getattr(track, more, "")),
-    )
-
-
-SINKS = {
-    "tensorboard": SinkKind("tensorboardX", lambda track, run_dir, name: TensorBoardSink(run_dir.path / "tensorboard")),
-    **{key: _follower(key) for key in TRACKERS},
-    "prometheus": SinkKind(
-        "prometheus-client", lambda track, run_dir, name: PrometheusSink(track.prometheus or "", name)
-    ),
-}
-"""Sinks by the key of the section ``track`` that enables them."""
+PACKAGES = {"tensorboard": "tensorboardX", "mlflow": "mlflow", "wandb": "wandb", "prometheus": "prometheus-client"}
+"""The PyPI package that a key of the section needs, which the extra of the same name installs."""
 
 
 def make_sinks(track: TrackConfig, run_dir: RunDir, name: str) -> Iterator[Sink]:
@@ -69,19 +43,20 @@ def make_sinks(track: TrackConfig, run_dir: RunDir, name: str) -> Iterator[Sink]
     for error in missing_extras(track):
         raise error
     yield from (make_console(shown_columns()), LoggingSink())
-    yield from (SINKS[key].make(track, run_dir, name) for key in _named(track))
+    if track.tensorboard:
+        yield TensorBoardSink(run_dir.path / "tensorboard")
+    for key, tracker in TRACKERS.items():
+        if uri := getattr(track, key):
+            yield FollowerSink(key, tracker.title, run_dir, uri, getattr(track, tracker.more, ""))
+    if track.prometheus:
+        yield PrometheusSink(track.prometheus, name)
 
 
 def missing_extras(track: TrackConfig) -> Iterator[MissingExtra]:
     """Yields an error for each named sink whose package is not installed."""
-    for key in _named(track):
-        package = SINKS[key].package
-        if package and importlib.util.find_spec(package.replace("-", "_")) is None:
+    for key, package in PACKAGES.items():
+        if getattr(track, key) and importlib.util.find_spec(package.replace("-", "_")) is None:
             yield MissingExtra(package, key)
-
-
-def _named(track: TrackConfig) -> Iterator[str]:
-    return (key for key in SINKS if getattr(track, key))
 
 
 LOGGER = logging.getLogger("hpctrain.run")

@@ -15,19 +15,19 @@ from hpctrain.errors import MissingExtra
 from hpctrain.run.folder import RunDir
 from hpctrain.track import sinks
 from hpctrain.track.follower import FollowerSink
-from hpctrain.track.sinks import SINKS, make_sinks, missing_extras
+from hpctrain.track.sinks import PACKAGES, make_sinks, missing_extras
 
 
 def test_each_sink_is_turned_on_by_a_key_of_the_run_file() -> None:
     defaults = {field.name: field.default for field in fields(TrackConfig)}
-    assert {key: bool(defaults[key]) for key in SINKS} == dict.fromkeys(SINKS, False)
+    assert {key: bool(defaults[key]) for key in PACKAGES} == dict.fromkeys(PACKAGES, False)
 
 
 def test_an_extra_with_the_name_of_the_key_installs_the_package() -> None:
     config = configparser.ConfigParser()
     config.read(Path(__file__).parents[3] / "setup.cfg")
     extras = config["options.extras_require"]
-    assert {key for key, kind in SINKS.items() if kind.package and not extras[key].startswith(kind.package)} == set()
+    assert {key for key, package in PACKAGES.items() if not extras[key].startswith(package)} == set()
 
 
 def test_only_named_sinks_are_made_and_after_console_and_logging(

@@ -32,18 +32,15 @@ def main() -> int:
     host = {
         "host": socket.gethostname(),
         "node": os.environ.get("SLURMD_NODENAME"),
-        "pid": os.getpid(),
         "task": os.environ.get("SLURM_PROCID"),
-        "time": time.time(),
         "cpus": f"{sum(1 << core for core in os.sched_getaffinity(0)):x}",
         "devices": devices(),
         **write_problem("run_dir", args.run_dir),
         **write_problem("scratch", scratch_dir(args.scratch)),
-        "scratch": str(scratch_dir(args.scratch)),
     }
     say({"stage": "host", **host})
     if args.mpi:
-        say({"stage": "mpi", "host": host["host"], "pid": host["pid"], **join()})
+        say({"stage": "mpi", "host": host["host"], **join()})
     return 0
 
 
@@ -110,7 +107,6 @@ def join() -> dict[str, Any]:
         "rank": world.rank,
         "size": world.size,
         "local_rank": local.rank,
-        "local_size": local.size,
         "sum": int(total[0]),
         "after": time.time(),
         "library": MPI.Get_library_version().split("\n")[0].split(",")[0].rstrip("\0 "),

@@ -24,13 +24,13 @@ Reports = list[dict[str, Any]]
 def healthy() -> Reports:
     """Two nodes, two ranks each, two GPUs each."""
     first = [
-        {"stage": "host", "host": f"n{node}", "pid": rank, "time": 0.0, "cpus": "f", "devices": ["a", "b"],
-         "run_dir_error": None, "scratch_error": None, "scratch": "/tmp"}
+        {"stage": "host", "host": f"n{node}", "pid": rank, "cpus": "f", "devices": ["a", "b"],
+         "run_dir_error": None, "scratch_error": None}
         for rank, node in enumerate((1, 1, 2, 2))
     ]  # fmt: skip
     joined = [
         {"stage": "mpi", "host": f"n{node}", "pid": rank, "rank": rank, "size": 4, "local_rank": rank % 2,
-         "local_size": 2, "sum": 6, "after": 100.0, "library": "Open MPI v5"}
+         "sum": 6, "after": 100.0, "library": "Open MPI v5"}
         for rank, node in enumerate((1, 1, 2, 2))
     ]  # fmt: skip
     return [*first, *joined]
