@@ -84,6 +84,7 @@ def described(task: Task, names: Sequence[str], batch: Samples) -> str:
     """
     inputs = names[:1] or arrays_named(task.forward, list(batch))
     shown = ", ".join(f"{name} {list(batch[name].shape[1:])}" for name in inputs if name in batch)
-    own = isinstance(task.loss, (types.FunctionType, partial)) or not names
-    compared = arrays_named(task.loss, list(batch)) if own else names[1:]
+    loss = getattr(task, "given_loss", task.loss)
+    own = isinstance(loss, (types.FunctionType, partial)) or not names
+    compared = arrays_named(loss, list(batch)) if own else names[1:]
     return f"model gets {shown or 'the batch'}, loss gets {', '.join(compared) or 'the batch'}"

@@ -107,6 +107,12 @@ def test_the_line_says_what_model_and_loss_get() -> None:
     own = Task(model=None, loss=lambda outputs, batch: 0, forward=lambda model, batch: model(batch["later"]))
     assert described(own, (), batch) == "model gets later [], loss gets the batch"
 
+    class OnTorch(Task):
+        given_loss = object()  # as the loss of a compiled Keras model
+
+    wrapped = OnTorch(model=None, loss=functools.partial(lambda *_: 0, OnTorch.given_loss))
+    assert described(wrapped, ("state", "later"), batch) == "model gets state [1, 24, 24], loss gets later"
+
 
 def test_texts_of_nested_functions_are_found() -> None:
     def outer(outputs: Any, batch: Any) -> Any:

@@ -45,6 +45,11 @@ class KerasOnTorch(TorchTask):
     keras_features: Mapping[Feature, Any] = field(default_factory=dict)
 
     @property
+    def given_loss(self) -> Any:
+        """The loss of the KerasTask, which ``penalised`` calls."""
+        return self.loss.args[-1]
+
+    @property
     def own_features(self) -> Mapping[Feature, Any]:
         return self.keras_features
 
