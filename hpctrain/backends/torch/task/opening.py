@@ -99,7 +99,8 @@ def open_torch(
     opening = look_at(task, world, config, compute, clock, open_exchange or chosen, stage_choice)
     move(opening.model, device, compute.memory_format)
     for module in opening.task_state.modules_of_functions():
-        module.to(device)
+        if any(one.device.type != device.type for one in (*module.parameters(), *module.buffers())):
+            module.to(device)  # quantized ones, which refuse this, are where they shall be
     strategies: list[Strategy] = [one for each in STRATEGIES if (one := each.planned(opening)) is not None]
     with ExitStack() as stack:
         peers: ProcessGroup | None = None
