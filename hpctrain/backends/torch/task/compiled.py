@@ -104,8 +104,14 @@ def keep_gradient(parameter: Tensor) -> None:
 
 
 def twin_of(function: FunctionType, number: int) -> FunctionType:
-    """The same function, with a separate code object and name."""
-    code = function.__code__.replace(co_name=f"{function.__code__.co_name}_{number}")
+    """The same function, with a separate code object and name.
+
+    Functions of PyTorch get a file of their own: the compiler calls those from PyTorch's files in one function, which
+    would share its limit of recompilations.
+    """
+    name, file = f"{function.__code__.co_name}_{number}", function.__code__.co_filename
+    is_theirs = function.__module__.partition(".")[0] == "torch"
+    code = function.__code__.replace(co_name=name, co_filename=f"<{name}>" if is_theirs else file)
     twin = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     twin.__kwdefaults__ = function.__kwdefaults__
     return twin

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"
 SENT_BEFORE: list[int] = []
 """Number of buckets that had been sent when the backward pass of each block began, the last block first."""
 sent: list[tuple[int, int]] = []
+compiled = torch.compile
 BATCH = {"x": torch.ones(4, 12).numpy(), "y": torch.zeros(4, dtype=torch.int64).numpy()}
 
 
@@ -181,3 +182,18 @@ def test_layers_may_have_extra_state() -> None:
     layers = [WithExtraState(3, 3), WithExtraState(3, 3)]
     compile_layers(layers, None)
     assert layers[0].forward.func is layers[1].forward.func, "of equal structure"
+
+
+def test_layers_of_pytorch_do_not_share_a_limit_of_recompilations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, mode: compiled(function, backend="eager"))
+    layers = [nn.TransformerEncoderLayer(2 * width, 1, 4, batch_first=True) for width in (1, 2, 3, 4)]
+    compile_layers(layers, None)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for width, layer in enumerate(layers, start=1):
+        for samples in (2, 3):
+            layer(torch.ones(samples, 3, 2 * width))
+        with torch.no_grad():
+            layer(torch.ones(2, 3, 2 * width))
+    frames = torch._dynamo.utils.counters["frames"]
+    assert frames["ok"] == frames["total"] > torch._dynamo.config.recompile_limit
