@@ -31,7 +31,6 @@ from hpctrain.data.packing.pack_source import from_dataset as from_dataset
 from hpctrain.data.packing.pack_source import packed_notes as packed_notes
 from hpctrain.data.packing.write import write_hdf5 as write_hdf5
 from hpctrain.data.padding import pad as pad
-from hpctrain.data.samplers import CurriculumSampler as CurriculumSampler
 from hpctrain.data.samplers import LaneSampler as LaneSampler
 from hpctrain.data.samplers import LengthGroupedSampler as LengthGroupedSampler
 from hpctrain.data.samplers import WeightedSampler as WeightedSampler

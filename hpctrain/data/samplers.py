@@ -70,33 +70,6 @@ class LengthGroupedSampler:
 
 
 @dataclass(frozen=True)
-class CurriculumSampler:
-    """Starts with easy samples: each epoch draws from the easiest fraction of the dataset, which grows to all of it.
-
-    An epoch is as long as the dataset. While the fraction is below 1, its samples are repeated, with counts that differ
-    by at most one. The fraction grows linearly (Platanios et al. 2019, section 2.2).
-    """
-
-    difficulty: Numbers
-    """One number per sample; larger is harder."""
-    begin: float = 0.2
-    """Fraction of the samples that the first epoch draws from, above 0 and at most 1."""
-    epochs: int = 10
-    """Epochs until all samples are used."""
-
-    def __call__(self, epoch: Epoch) -> NDArray[np.int64]:
-        """int64[num_samples]: the samples of an epoch; raises UserError if there is not one difficulty per sample."""
-        difficulty = one_each("difficulty", self.difficulty, epoch)
-        if not 0 < self.begin <= 1 or self.epochs < 1:
-            fix = "give a share above 0 and at most 1, and at least one epoch"
-            raise UserError(f"CurriculumSampler: begin is {self.begin} and epochs is {self.epochs}", fix)
-        share = self.begin + (1 - self.begin) * min(1.0, epoch.index / self.epochs)
-        easiest = np.argsort(difficulty, kind="stable")[: max(1, round(share * epoch.num_samples))]
-        rounds = -(-epoch.num_samples // len(easiest))
-        return np.concatenate([epoch.rng.permutation(easiest) for _ in range(rounds)])[: epoch.num_samples]
-
-
-@dataclass(frozen=True)
 class LaneSampler:
     """Orders consecutive samples, such as pieces of a text, for models that carry state from batch to batch.
 

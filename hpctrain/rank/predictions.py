@@ -13,6 +13,7 @@ import numpy as np
 
 from hpctrain.comm.group import Group
 from hpctrain.data.dataset import Field, Samples
+from hpctrain.data.packing.write import allocate
 from hpctrain.data.pipeline import ValidationData
 from hpctrain.errors import RunFailed, UserError, file_errors
 from hpctrain.system.files import sync
@@ -109,14 +110,7 @@ def create_row_file(path: Path, fields: Mapping[str, Field], length: int) -> Non
     """
     try:
         with h5py.File(path, "x") as file:
-            for name, field in fields.items():
-                properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-                properties.set_layout(h5py.h5d.CONTIGUOUS)
-                properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-                properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-                space = h5py.h5s.create_simple((length, *field.shape))
-                kind = h5py.h5t.py_create(field.dtype, logical=True)
-                h5py.h5d.create(file.id, name.encode(), kind, space, properties)
+            allocate(file, fields, length)
     except OSError as error:
         raise RunFailed(f"{path} cannot be made: {error}", "check that its folder exists and has free space") from error
 

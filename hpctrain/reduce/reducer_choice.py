@@ -201,7 +201,7 @@ def worth_more_turns(among: Sequence[Candidate], least: Mapping[str, float]) -> 
 
 
 def is_settled(left: Sequence[Candidate], turns: Sequence[Runs], runs: int) -> bool:
-    """Whether more turns, each of so many runs, are unlikely to change which candidate is the fastest."""
+    """Whether more turns, of as many runs, are unlikely to change which candidate is the fastest."""
     compared = turns[1:]  # the first turn has one run
     leads = leads_of(fastest(left, joined(turns)), compared)
     if len(compared) >= CLEAR_TURNS and all(min(each) > CLEAR for each in leads):

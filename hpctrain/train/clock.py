@@ -113,7 +113,7 @@ class IntervalClock:
 
 
 NO_CLOCK = IntervalClock()
-"""A clock that nobody reads, for rehearsals and for models that are not trained."""
+"""A clock whose times are not read, for rehearsals and for models that are not trained."""
 
 
 def past(now: float, ago_s: float, last: float) -> float:

@@ -177,7 +177,7 @@ def deviating(hashes: Sequence[Sequence[str]], tensor: int, stage: int) -> dict[
     """Ranks with other weights than the rank they are compared with, by the latter.
 
     Args:
-        hashes: each rank's hash of its own weights, hash of those that a tensor group shares, and hardware.
+        hashes: each rank's hash of all its weights, hash of those that a tensor group shares, and hardware.
         tensor: ranks of a tensor group.
         stage: ranks of a pipeline stage.
     """

@@ -82,21 +82,26 @@ def write_contiguous(
 
     HDF5 creates and closes the file, then samples are written to it directly, so a full disk raises a plain OSError.
     """
-    early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-    early.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     with new_file(raw, source) as file:
-        arrays = {
-            name: file.create_dataset(name, (source.length, *field.shape), field.dtype, dcpl=early)
-            for name, field in fields.items()
-        }
-        offsets = {name: array.id.get_offset() or 0 for name, array in arrays.items()}
+        offsets = allocate(file, fields, source.length)
     for begin, block in checked_blocks(source, fields):
         for name, values in block.items():
             raw.seek(offsets[name] + begin * fields[name].num_bytes)
             raw.write(values.reshape(-1).view(np.uint8))
         raw.check()
         on_progress(len(values))
+
+
+def allocate(file: h5py.File, fields: Mapping[str, Field], length: int) -> dict[str, int]:
+    """Create contiguous arrays of ``length`` rows, with their space, which is not filled; returns their offsets."""
+    early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    early.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    arrays = {
+        name: file.create_dataset(name, (length, *field.shape), field.dtype, dcpl=early)
+        for name, field in fields.items()
+    }
+    return {name: array.id.get_offset() or 0 for name, array in arrays.items()}
 
 
 def write_chunked(

@@ -5,7 +5,7 @@ from itertools import islice, pairwise
 import numpy as np
 import pytest
 
-from hpctrain import CurriculumSampler, Epoch, LaneSampler, LengthGroupedSampler, WeightedSampler
+from hpctrain import Epoch, LaneSampler, LengthGroupedSampler, WeightedSampler
 from hpctrain.data.formats.sources import open_dataset
 from hpctrain.data.order import Order, part_of
 from hpctrain.data.pipeline import TrainingData
@@ -26,7 +26,6 @@ def epoch_of(order: Order, epoch: int) -> np.ndarray:
         WeightedSampler(LENGTHS, num_samples=90),
         WeightedSampler(LENGTHS, num_samples=90, replacement=False),
         LengthGroupedSampler(LENGTHS, pool_batches=4),
-        CurriculumSampler(LENGTHS, epochs=3),
     ],
 )
 def test_an_epoch_depends_on_seed_and_epoch_only(sampler) -> None:
@@ -59,14 +58,6 @@ def test_batches_of_similar_lengths_hold_every_sample_once() -> None:
     assert middles != sorted(middles), "batches are in random order"
     assert any(list(batch) != sorted(batch) for batch in batches), "samples within a batch, too"
     assert sorted(epoch_of(Order(LENGTH, 300, sampler=LengthGroupedSampler(LENGTHS)), 0)) == list(range(LENGTH))
-
-
-def test_a_curriculum_begins_with_the_easy_ones() -> None:
-    order = Order(LENGTH, 16, sampler=CurriculumSampler(LENGTHS, begin=0.25, epochs=2))
-    easiest = set(np.argsort(LENGTHS, kind="stable")[:50].tolist())
-    assert set(epoch_of(order, 0).tolist()) == easiest
-    assert 100 < len(set(epoch_of(order, 1).tolist())) <= 125
-    assert sorted(epoch_of(order, 2)) == sorted(epoch_of(order, 7)) == list(range(LENGTH))
 
 
 def test_a_sample_that_is_drawn_again_is_transformed_in_another_way() -> None:
@@ -125,7 +116,6 @@ def test_each_sample_of_a_rank_continues_that_of_the_batch_before(ranks: int) ->
         (WeightedSampler([1, 2]), r"weights have shape \[2\], and the data has 200"),
         (WeightedSampler([-1.0] * LENGTH), "must be finite, at least 0"),
         (WeightedSampler([1.0] * LENGTH, 300, replacement=False), "200 samples have a weight, but 300 are requested"),
-        (CurriculumSampler(LENGTHS, begin=0), "begin is 0"),
         (lambda epoch: LaneSampler()(Epoch(0, epoch.rng, 15, 16)), "15 samples are fewer than the 16 lanes"),
     ],
 )
