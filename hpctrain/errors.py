@@ -188,11 +188,13 @@ def requires(package: str, extra: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def foreign_errors(ours: Callable[[Exception], HpctrainError]) -> Iterator[None]:
-    """Errors in the body that are not ours become those that ``ours`` makes of them."""
+    """Errors in the body that are not ours, and calls of sys.exit, become what ``ours`` makes of them."""
     try:
         yield
     except HpctrainError:
         raise
+    except SystemExit as end:
+        raise ours(RuntimeError(f"sys.exit({end.code!r}) was called").with_traceback(end.__traceback__)) from end
     except Exception as error:
         raise ours(error) from error
 

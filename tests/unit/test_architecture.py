@@ -55,7 +55,7 @@ ROOMS: dict[str, str] = {
 permission."""
 
 TOKENS: dict[str, int] = {
-    "errors": 1026,
+    "errors": 1048,
     "system": 13548,
     "config": 11652,
     "comm": 6051,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import errno
+import sys
 
 import pytest
 
 from hpctrain.errors import Code, HpctrainError, NoRequeue, Replaced, RunFailed, UserError, code_of, code_of_text
+from hpctrain.system.user_errors import blamed
 
 
 def caused(error: BaseException, cause: BaseException) -> BaseException:
@@ -79,3 +81,9 @@ def test_a_copy_of_an_error_keeps_its_code() -> None:
 )
 def test_records_without_a_code_that_is_known(value: object, code: Code) -> None:
     assert Code.read(value) is code
+
+
+def test_a_call_of_sys_exit_in_the_users_code_is_an_error_that_names_its_line() -> None:
+    """``hpctrain doctor`` of a file that parses its own arguments ended without a word."""
+    with pytest.raises(UserError, match=r"sys.exit\(2\) was called \(test_errors.py:\d+"), blamed("f", ""):
+        sys.exit(2)
