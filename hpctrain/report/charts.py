@@ -18,6 +18,8 @@ LARGEST = 1e150
 """Values are clipped to this size: matplotlib cannot lay out the range between the largest floats."""
 FAINT = 10.0
 """Smallest full scale of a heat map in percent, so that noise does not look like a finding."""
+PALE = 1.4
+"""Full scale of shares, so that numbers on them can be read."""
 MOST_NAMES = 30
 """Most names or numbers along an axis of cells."""
 TALLEST = 64
@@ -130,7 +132,7 @@ def heat_chart(title: str, percent: NDArray[np.float64]) -> Chart:
     def draw(axes: Axes) -> None:
         finite = percent[np.isfinite(percent)]
         low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
-        _cells(axes, shades(percent))
+        _cells(axes, percent, max(high, -low, FAINT), "auto")
         axes.set_xlabel(f"window ({low:.3g} to {high:.3g} %; orange: above 0, blue: below)", loc="left")
         axes.set_ylabel("rank")
 
@@ -143,8 +145,7 @@ def confusion_chart(title: str, labels: Sequence[str], counts: Sequence[Sequence
 
     def draw(axes: Axes) -> None:
         shares = table / np.maximum(table.sum(axis=1, keepdims=True), 1)
-        shades = _tinted(np.where(np.eye(len(table)) > 0, -1.0, 1.0), 0.04 + 0.7 * shares)
-        _cells(axes, shades, equal=True)
+        _cells(axes, np.where(np.eye(len(table)) > 0, -shares, shares), PALE, "equal")
         every = -(-len(labels) // MOST_NAMES)
         places, names = range(0, len(labels), every), [said(name, 16) for name in labels[::every]]
         axes.set_yticks(places, names)
@@ -152,7 +153,8 @@ def confusion_chart(title: str, labels: Sequence[str], counts: Sequence[Sequence
         axes.set_xlabel("predicted", loc="left")
         axes.set_ylabel("true class")
         if len(labels) <= MOST_NAMES // 2:
-            _texts(axes, [[str(count) for count in row] for row in counts])
+            for (row, column), count in np.ndenumerate(np.array(counts)):
+                axes.text(column, row, str(count), ha="center", va="center", fontsize=7)
 
     return Chart(title, draw, height=min(5.0, 1.4 + 0.3 * len(labels)))
 
@@ -174,28 +176,15 @@ def time_chart(title: str, bars: Sequence[Bar], x_label: str) -> Chart:
     return Chart(title, draw, height=0.8 + 0.5 * len(bars))
 
 
-def shades(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """float64[rows, columns, 4]: colour of each cell by sign, opacity by size; NaN is transparent."""
-    known = np.isfinite(values)
-    sizes = np.abs(np.where(known, values, 0))
-    opacity = np.where(known, 0.05 + 0.95 * sizes / max(sizes.max(initial=0.0), FAINT), 0)
-    return _tinted(values, opacity)
+def _cells(axes: Axes, values: NDArray[np.float64], full: float, aspect: Literal["equal", "auto"]) -> None:
+    """Colours each cell by its sign, more opaque towards ``full`` or ``-full``; NaN is transparent."""
+    from matplotlib.colors import LinearSegmentedColormap, to_rgba
 
-
-def _tinted(signs: NDArray[np.float64], opacity: NDArray[np.float64]) -> NDArray[np.float64]:
-    above, below = (np.array([int(LIGHT[name][at : at + 2], 16) / 255 for at in (1, 3, 5)]) for name in ("c1", "c0"))
-    return np.concatenate([np.where((signs > 0)[..., None], above, below), opacity[..., None]], axis=-1)
-
-
-def _cells(axes: Axes, shades: NDArray[np.float64], equal: bool = False) -> None:
-    axes.imshow(shades, aspect="equal" if equal else "auto", interpolation="none")
+    below, above = LIGHT["c0"], LIGHT["c1"]
+    colours = [(0, to_rgba(below)), (0.5, to_rgba(below, 0.05)), (0.5, to_rgba(above, 0.05)), (1, to_rgba(above))]
+    shades = LinearSegmentedColormap.from_list("shades", colours)
+    axes.imshow(values, shades, vmin=-full, vmax=full, aspect=aspect, interpolation="none")
     axes.grid(visible=False)
-
-
-def _texts(axes: Axes, texts: Sequence[Sequence[str]]) -> None:
-    for row, line in enumerate(texts):
-        for column, text in enumerate(line):
-            axes.text(column, row, text, ha="center", va="center", fontsize=7)
 
 
 def _colour(number: int) -> str:

@@ -71,7 +71,7 @@ TOKENS: dict[str, int] = {
     "rank": 15631,
     "programs": 4775,
     "launch": 50267,
-    "report": 11481,
+    "report": 11333,
     "callbacks": 916,
     "watch": 4669,
     "doctor": 4483,

@@ -76,10 +76,19 @@ def test_attempts_are_bars_as_long_as_they_took() -> None:
 
 
 def test_shades_tell_sign_and_size_and_what_is_unknown() -> None:
-    found = charts.shades(np.array([[50.0, -25.0], [np.nan, 0.0]]))
+    found = shades(charts.heat_chart("heat", np.array([[50.0, -25.0], [np.nan, 0.0]])))
     assert [to_hex(found[0, column, :3]) for column in (0, 1)] == [LIGHT["c1"], LIGHT["c0"]]
-    assert found[..., 3].tolist() == [[1.0, pytest.approx(0.525)], [0.0, pytest.approx(0.05)]]
-    assert charts.shades(np.array([[0.5]]))[0, 0, 3] < 0.1, "noise is no finding"
+    assert found[..., 3].round(2).tolist() == [[1.0, pytest.approx(0.52, abs=0.01)], [0.0, 0.05]]
+    assert shades(charts.heat_chart("heat", np.array([[0.5]])))[0, 0, 3] < 0.1, "noise is no finding"
+    assert shades(charts.heat_chart("heat", np.full((2, 2), np.nan)))[..., 3].max() == 0
+    right, wrong = shades(every_chart()[4])[0]
+    assert (to_hex(right[:3]), to_hex(wrong[:3])) == (LIGHT["c0"], LIGHT["c1"]) and 0.8 > right[3] > wrong[3]
+
+
+def shades(chart: Chart) -> Any:
+    """Colour and opacity of a chart's cells."""
+    image: Any = axes_of(chart).images[0]
+    return image.to_rgba(image.get_array())
 
 
 def test_a_picture_is_a_file_with_titles_and_legends_that_loads_nothing() -> None:
