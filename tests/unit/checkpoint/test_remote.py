@@ -245,6 +245,10 @@ def test_what_the_store_took_as_half_is_sent_again(site: Site, monkeypatch: pyte
     assert site.resumed() == (3, "store")
 
 
+class Killed(BaseException):
+    """In place of a kill: no code handles it."""
+
+
 def test_killed_at_any_request_it_resumes_from_the_newest_that_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,7 +260,7 @@ def test_killed_at_any_request_it_resumes_from_the_newest_that_is_whole(
         nonlocal left
         left -= 1
         if left < 0:
-            raise SystemExit
+            raise Killed
         return asked(url, writes)
 
     monkeypatch.setattr(objects_module, "opened", opened)
@@ -264,7 +268,7 @@ def test_killed_at_any_request_it_resumes_from_the_newest_that_is_whole(
     for last in range(15):
         site = Site(tmp_path / str(last), f"file://{tmp_path}/store{last}")
         left = last
-        with suppress(SystemExit):
+        with suppress(Killed):
             site.attempt(steps=16)
         announced = [each.step for each in site.run.events if isinstance(each, CheckpointStored)]
         shutil.rmtree(site.folder, ignore_errors=True)
