@@ -1,4 +1,4 @@
-"""What a report shows besides events: curves, matrices, plans, pictures, and the heat map of ranks."""
+"""What a report shows besides events: curves, matrices, pictures, and the heat map of ranks."""
 
 from __future__ import annotations
 
