@@ -60,7 +60,7 @@ TOKENS: dict[str, int] = {
     "config": 11652,
     "comm": 6051,
     "run": 26225,
-    "data": 38183,
+    "data": 37544,
     "reduce": 11913,
     "train": 14631,
     "tasks": 7527,

@@ -77,8 +77,8 @@ class TestNumpy:
         assert np.array_equal(read("c.h5")["x"], X) and np.array_equal(read("c.h5")["y"], Y)
 
     def test_single_arrays_are_named_as_their_files(self) -> None:
-        np.save("image.npy", X)
-        np.save("label.npy", Y)
+        np.save("image.npy", np.asfortranarray(X))
+        np.save("label.npy", Y.astype(">i4"))
         pack("image.npy", "label.npy", "-o", "a.h5")
         assert list(read("a.h5")) == ["image", "label"]
         assert np.array_equal(read("a.h5")["image"], X)
@@ -89,22 +89,22 @@ class TestNumpy:
                 return Path("exploded").touch, ()
 
         np.savez("a.npz", x=np.array([Bomb()], dtype=object))
-        assert "'x' has dtype object" in refused(capsys, "a.npz", "-o", "a.h5")
+        assert "Object arrays cannot be loaded" in refused(capsys, "a.npz", "-o", "a.h5")
         assert not Path("exploded").exists()
 
     def test_damage(self, capsys: pytest.CaptureFixture[str]) -> None:
         np.save("a.npy", X)
         Path("a.npy").write_bytes(Path("a.npy").read_bytes()[:-100])
-        assert "is truncated" in refused(capsys, "a.npy", "-o", "a.h5")
+        assert "a.npy is truncated, damaged, or" in refused(capsys, "a.npy", "-o", "a.h5")
         np.savez("a.npz", x=X)
         content = bytearray(Path("a.npz").read_bytes())
         content[5000] ^= 1
         Path("b.npz").write_bytes(content)
-        assert "is damaged" in refused(capsys, "b.npz", "-o", "a.h5")
+        assert "b.npz is truncated, damaged, or" in refused(capsys, "b.npz", "-o", "a.h5")
         Path("c.npz").write_bytes(content[:4000])
-        assert "not a .npz archive, or is truncated" in refused(capsys, "c.npz", "-o", "a.h5")
+        assert "c.npz is truncated, damaged, or" in refused(capsys, "c.npz", "-o", "a.h5")
         Path("d.npy").write_text("text")
-        assert "not a NumPy array" in refused(capsys, "d.npy", "-o", "a.h5")
+        assert "d.npy is truncated, damaged, or" in refused(capsys, "d.npy", "-o", "a.h5")
 
     def test_ragged(self, capsys: pytest.CaptureFixture[str]) -> None:
         np.savez("a.npz", x=X, y=Y[1:])
