@@ -11,7 +11,7 @@ import pytest
 from tests.support.command import PROJECT
 from tests.support.mpi import mpirun
 
-APART = ("pipeline", "zero2", "zero3", "frozen")
+APART = ("pipeline", "zero2", "zero3", "frozen", "keras")
 """Plans whose ranks have no whole model."""
 PROGRAM = PROJECT / "tests/dist/programs/killed_plans.py"
 

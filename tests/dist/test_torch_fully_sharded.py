@@ -54,6 +54,14 @@ def test_checkpoints_hold_whole_tensors(results: Results) -> None:
     assert found["shapes"]["number"] > 80
 
 
+@pytest.mark.parametrize("plan", ["two", "four", "gradients", "optimizer", "named", "chain"])
+def test_a_keras_model_trains_as_on_one_process(results: Results, plan: str) -> None:
+    """With masks, losses of weights, regularizers, a layer that is called twice, and a frozen one."""
+    found = results()["keras_blocks"][plan]
+    assert found["ids"]
+    assert found["difference"] <= 1e-12
+
+
 OPENED = {
     "tensor": "tensor",
     "tensor-data": "tensor",

@@ -23,7 +23,7 @@ OF_TRAIN_STEPS = {
         "leave train.sync_batchnorm and synchronized=True out: each rank then normalises over its own samples",
     ),
 }
-CUTS = "set parallel.shard: optimizer, or write the model in PyTorch: a Keras model says nothing of splitting layers"
+CUTS = "set parallel.shard, or write the model in PyTorch: a Keras model says nothing of splitting layers"
 SCALED = (
     "the optimizer is a LossScaleOptimizer, or has a loss_scale_factor",
     "give the task the optimizer inside it, or leave the factor out: train.precision: fp16 scales the loss by itself",
@@ -37,8 +37,6 @@ WITH_TORCH = {
     Feature.LOSS_SCALE: SCALED,
     Feature.PIPELINE: ("parallel.pipeline is {1}", CUTS),
     Feature.RECOMPUTE: ("train.recompute is given", "leave it out: PyTorch sees a Keras model as a single module"),
-    Feature.SHARD_GRADIENTS: ("parallel.shard is gradients", CUTS),
-    Feature.SHARD_PARAMETERS: ("parallel.shard is parameters", CUTS),
     Feature.TENSOR: ("parallel.tensor is {1}", CUTS),
     Feature.TRAIN_STEP: (
         "{1} overrides a step of keras.Model or a part of one",

@@ -72,7 +72,7 @@ TORCH_PLANS: dict[str, Plan] = {
         "task": {"frozen": True, "size": 1},
         "checkpoint": {"init_from": f"{sys.argv[2]}/base.safetensors", "init_missing": ("*",), "frozen": "source"},
     },
-    "keras": {"parallel": {"shard": "optimizer"}, "train": AVERAGED, "task": {"of_keras": True}},
+    "keras": {"parallel": {"shard": "parameters"}, "train": AVERAGED, "task": {"of_keras": True, "size": 1}},
 }
 KERAS_PLANS: dict[str, Plan] = {
     "average": {"reduce": {"kind": "mpi", "compression": "fp16"}, "train": AVERAGED},
@@ -94,7 +94,7 @@ def torch_task(cut: bool = False, size: int = 0, of_keras: bool = False, frozen:
     """A layer, a table and a vector of this size, by default without elements, and a parameter that the loss does not
     use. Evaluations draw random numbers too. Layers may be frozen, which the run file gives other weights."""
     if of_keras:
-        return tensorflow_task()
+        return tensorflow_task(size=size)
 
     class Empty(torch.nn.Module):
         def __init__(self) -> None:
@@ -114,15 +114,14 @@ def torch_task(cut: bool = False, size: int = 0, of_keras: bool = False, frozen:
     return TorchTask(model, "mse", torch.optim.Adam(model.parameters(), 0.01), samples(), samples(), **words)
 
 
-def tensorflow_task(dtype: str = "float32") -> Any:
+def tensorflow_task(dtype: str = "float32", size: int = 0) -> Any:
     """The same in Keras, on either of its backends."""
     import keras
 
     class Empty(keras.layers.Layer):  # type: ignore[misc]
         def build(self, shape: Any) -> None:
-            self.parts = [
-                self.add_weight(shape=shape, name=f"part_{len(shape)}") for shape in ((0,), (0, 4), (3, 0, 2))
-            ]
+            shapes = (size,), (size, 4), (3, size, 2)
+            self.parts = [self.add_weight(shape=shape, name=f"part_{len(shape)}") for shape in shapes]
             self.seeds = keras.random.SeedGenerator()
 
         def call(self, x: Any) -> Any:

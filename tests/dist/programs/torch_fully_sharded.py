@@ -6,6 +6,8 @@ torch_fully_sharded.py FOLDER [SCENARIO ...]
 from __future__ import annotations
 
 import functools
+import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -509,8 +511,34 @@ def runs(world: World, folder: Path) -> dict[str, Any]:
     return found
 
 
+def keras_blocks(world: World, folder: Path) -> dict[str, Any]:
+    """A Keras model under several plans, and a run that changes its plan after each step, compared with one process."""
+    os.environ["KERAS_BACKEND"] = "torch"
+    importlib.import_module("keras")  # before the task, as hpctrain asks
+    parts, task = parts_of(world), "tests.tasks.keras_blocks:numbered"
+    tries = {"two": (2, PARAMETERS), "four": (4, PARAMETERS), "gradients": (4, GRADIENTS), "optimizer": (4, OPTIMIZER)}
+    tries["named"] = (2, ParallelConfig(shard="parameters", layers=("Block",)))
+    wanted_ids, wanted = attempt(parts[1], folder / "keras", WHOLE, task, UPDATES) if world.rank == 0 else ([], {})
+    found: dict[str, Any] = {}
+    for name, (size, parallel) in tries.items():
+        if world.rank < size:
+            ids, state = attempt(parts[size], folder / f"keras-{name}", parallel, task, UPDATES)
+            found[name] = {"ids": ids == wanted_ids, "difference": difference(state, wanted)}
+        world.everyone.barrier("end a run")
+    chain = [(2, PARAMETERS), (4, WHOLE), (4, GRADIENTS), (2, OPTIMIZER), (4, PARAMETERS), (1, PARAMETERS)]
+    every: list[list[int]] = []
+    for last, (size, parallel) in enumerate(chain, start=1):
+        if world.rank < size:
+            ids, state = attempt(parts[size], folder / "keras-chain", parallel, task, UPDATES, last)
+            every += ids
+        world.everyone.barrier("end an attempt")
+    found["chain"] = {"ids": every == wanted_ids, "difference": difference(state, wanted) if world.rank == 0 else 0}
+    return found
+
+
 SCENARIOS: dict[str, Callable[[World, Path], dict[str, Any]]] = {
-    each.__name__: each for each in (plans, exchanges, lost, uneven, frozen, layers, apart, halves, groups, runs)
+    each.__name__: each
+    for each in (plans, exchanges, lost, uneven, frozen, layers, apart, halves, groups, keras_blocks, runs)
 }
 
 

@@ -120,5 +120,7 @@ def separability(optimizer: keras.optimizers.Optimizer, module: KerasModule) -> 
         return getattr(optimizer, "elementwise", None)
     if names & SEPARATE:
         return False
-    whole = optimizer.clipnorm is not None or any(one.constraint is not None for one in module.variables.values())
+    whole = optimizer.clipnorm is not None or any(
+        vars(one)["keras_variable"].constraint is not None for one in module.parameters()
+    )
     return not whole if names & ELEMENTWISE else None

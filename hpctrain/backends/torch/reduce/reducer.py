@@ -56,8 +56,13 @@ class Reducer(SummedGradients, Protocol):
         """Lets gradients arrive after ``exchange``, if possible, from the next update on; the same on all ranks."""
         return
 
-    def begin_pass(self, is_last: bool) -> None:
-        """Sets ``last_backward``, before each forward and each backward pass. Collective if each pass is summed."""
+    def begin_pass(self, is_last: bool, goes_on: bool = False) -> None:
+        """Sets ``last_backward``, before each forward and each backward pass. Collective if each pass is summed.
+
+        Args:
+            is_last: whether this is the update's last backward pass.
+            goes_on: whether a pass follows in which no rank computes with samples of others.
+        """
         self.last_backward = is_last
 
     def before_backward(self, totals: Callable[[], tuple[Number, Number | None]]) -> None:

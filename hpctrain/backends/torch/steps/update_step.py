@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 from torch import Tensor
 from torch.nn import Module
 
@@ -20,6 +21,7 @@ from hpctrain.backends.torch.strategies.partition import Partition
 from hpctrain.backends.torch.task.checks import try_loss
 from hpctrain.backends.torch.task.shares import ONLY
 from hpctrain.backends.update import NotFinite, UpdateResult, ranks_at_fault
+from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.errors import UserError
 from hpctrain.reduce.reducer_choice import ChosenReducer
@@ -74,6 +76,7 @@ class LossPasses:
     def run(self, passes: Passes, micro_batches: Sequence[HostBatch], clock: StepClock) -> None:
         task, compute, partition = self.parts.task, self.parts.compute, self.parts.partition
         batches = list(even_batches(micro_batches, partition.sync_group))
+        everyones = own_passes(len(micro_batches), partition.sync_group)
         for number, (host, is_own) in enumerate(batches, start=1):
             self.parts.batch_norms.begin_micro_batch(number - 1)
             batch = compute.tensors(host)
@@ -84,7 +87,7 @@ class LossPasses:
                     score = self.loss(task.forward(self.called, batch), batch)
                 partition.leave()
                 clock.mark(Phase.FORWARD)
-                passes.reducer.begin_pass(is_last=number == len(batches))
+                passes.reducer.begin_pass(is_last=number == len(batches), goes_on=number < everyones)
                 passes.add(score, samples_of(host), is_own=is_own)
             clock.mark(Phase.BACKWARD)
         if not micro_batches:
@@ -101,6 +104,11 @@ class LossPasses:
                 parts.modes.train()
 
         return try_loss(parts.task, self.called, batch, parts.partition.hint, None if self.meets else again)
+
+
+def own_passes(micro_batches: int, group: Group | None) -> int:
+    """Number of passes for which no rank of the group computes with samples of others. Collective."""
+    return micro_batches if group is None else int(group.gather(np.array(micro_batches), "count micro-batches").min())
 
 
 class UpdateStep:

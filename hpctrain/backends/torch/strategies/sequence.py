@@ -42,6 +42,8 @@ class RowBlock:
     layers: Sequence[CutLayer]
     """Its split layers."""
     norms: Sequence[Module]
+    adapters: Sequence[Module]
+    """Matrices of LoRA that ranks have whole: A gets gathered rows if B is split, and B gets rows if A is."""
 
 
 def planned(opening: Opening) -> Strategy | None:
@@ -72,8 +74,14 @@ def blocks_of(model: Module, layers: Sequence[CutLayer]) -> list[RowBlock]:
     for module in layers_of(model):
         inside = {id(one) for one in module.modules()}
         own = [one for one in layers if id(one.layer) in inside]
+        split = {id(one.layer) for one in own}
+        adapters = [
+            one
+            for name, one in module.named_modules()
+            if ".lora_" in name and type(one) is Linear and id(one) not in split
+        ]
         if {one.word.kind for one in own} >= {"columns", "rows"}:
-            found.append(RowBlock(module, own, list(filter(is_norm, module.modules()))))
+            found.append(RowBlock(module, own, list(filter(is_norm, module.modules())), adapters))
             require_rows(found[-1])
     if not found:
         raise UserError(
@@ -118,7 +126,8 @@ def require_rows(block: RowBlock) -> None:
     columns = [one.layer for one in block.layers if one.word.kind == "columns"]
     widths = {layer.in_features for layer in columns if isinstance(layer, Linear)}
     known = {id(one) for norm in block.norms for one in norm.parameters() if one.numel() in widths}
-    known |= {id(parameter) for one in block.layers for parameter in one.layer.parameters()}
+    layers = [*(one.layer for one in block.layers), *block.adapters]
+    known |= {id(parameter) for layer in layers for parameter in layer.parameters()}
     odd = next((name for name, one in block.module.named_parameters() if id(one) not in known), None)
     odd = odd or next((one.name for one in block.layers if one.word.gathers or one.word.classes), None)
     odd = odd or next(
@@ -209,6 +218,8 @@ def compute_in_rows(blocks: Sequence[RowBlock], tp_group: TPGroup) -> None:
     for number, block in enumerate(blocks):
         for norm in block.norms:
             norm.forward = functools.partial(norm_forward, stream, copy.copy(norm))
+        for adapter in block.adapters:
+            adapter.forward = functools.partial(adapter_forward, stream, adapter)
         for one in block.layers:
             forward = columns_forward if one.word.kind == "columns" else rows_forward
             one.layer.forward = functools.partial(forward, one, stream)
@@ -261,6 +272,15 @@ def norm_forward(stream: RowStream, norm: Module, values: Tensor) -> Tensor:
     inside: Tensor = GatheredRows.apply(own, gathered.detach(), stream.rows)  # type: ignore[no-untyped-call]
     stream.tp_group.use_inputs(gathered, inside)
     return gathered
+
+
+def adapter_forward(stream: RowStream, layer: Module, values: Tensor) -> Tensor:
+    """Outputs of a matrix that all ranks have. If they have different rows, the gradients of its weights are summed."""
+    assert isinstance(layer, Linear), "blocks_of has seen to it"
+    if not stream.is_of_rank(values):
+        return linear(values, layer.weight, layer.bias)
+    bias = None if layer.bias is None else summed_backward(layer.bias, stream.tp_group)
+    return stream.parts(linear(plain(values), summed_backward(layer.weight, stream.tp_group), bias), layer)
 
 
 def columns_forward(one: CutLayer, stream: RowStream, values: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
 from hpctrain.backends.torch.device import Compute
@@ -177,3 +178,19 @@ def test_updates_use_the_weights_of_their_begin(model: nn.Module, shard: Any, on
             one.own.zero_()
     reducer.begin()
     assert not model(inputs).any()
+
+
+@pytest.mark.parametrize(("shard", "stays"), [("gradients", True), ("parameters", False)])
+def test_layers_stay_whole_between_micro_batches(shard: Any, stays: bool, one_rank: ShardGroups) -> None:
+    """Of which all ranks have some of their own: they are gathered once per update."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    ranks: Any = None  # it only closes them
+    partition = shard_model(model, uncut(), one_rank, Compute(torch.device("cpu")), ParallelConfig(shard=shard))
+    reducer = FullyShardedReducer("", partition, [], ranks)
+    reducer.begin()
+    for is_last, goes_on in ((False, True), (False, False), (True, False)):
+        reducer.begin_pass(False)
+        outputs = model(torch.ones(1, 2))
+        reducer.begin_pass(is_last, goes_on)
+        outputs.sum().backward()
+        assert isinstance(model[0].weight, DTensor) != (stays and goes_on)

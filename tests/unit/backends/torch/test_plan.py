@@ -153,10 +153,8 @@ def test_a_model_is_weighed_as_it_would_be_cut(tmp_path: Path, capsys: pytest.Ca
         assert 0 < slots < 200, "AdamW has two values for each element, and a count of steps for each tensor"
         assert one["gradients"] == one["parameters"]
     row = 3 * 16 * 8 * 2
-    for held in ("optimizer", "gradients"):
+    for held in ("parameters", "optimizer", "gradients"):
         assert plans[1, "gradients"][held] == plans[1, "parameters"][held], "two blocks, which are gathered at a time"
-    freed = plans[1, "parameters"]["parameters"] - plans[1, "gradients"]["parameters"]
-    assert 0 < freed < whole["gradients"] / 8 * 1.1, "in the place of which a rank makes its rows of gradients"
     assert abs(plans[1, "optimizer"]["optimizer"] - whole["optimizer"] / 8) < row, "to half a row at either end"
     assert abs(plans[2, "optimizer"]["optimizer"] - half["optimizer"] / 4) < row
     block = 8 * (12 * 16 * 16 + 13 * 16)

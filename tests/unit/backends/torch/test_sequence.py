@@ -258,3 +258,32 @@ def test_split_layers_without_a_norm_before_them_are_refused_when_called() -> No
             model(torch.ones(2, 3, 8))
 
     in_threads(2, on_a_rank)
+
+
+class Adapted(nn.Module):
+    """A layer with an adapter, named as PEFT names them."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base_layer.in_features, 3, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(3, base_layer.out_features)})
+
+    def forward(self, x: Tensor) -> Any:
+        return self.base_layer(x) + 2.0 * self.lora_B["default"](self.lora_A["default"](x))
+
+
+@pytest.mark.parametrize(("ranks", "samples"), [(2, 3), (4, 1)])
+def test_adapters_compute_in_rows_with_their_layers(ranks: int, samples: int) -> None:
+    torch.manual_seed(1)
+    whole = Gpt()
+    words = LAYERS.copy()
+    for block in whole.blocks:
+        for name, split in (("qkv", "lora_B"), ("out", "lora_A"), ("up", "lora_B"), ("down", "lora_A")):
+            block.register_module(name, Adapted(block.get_submodule(name)))
+            word = words.pop(f"blocks.*.{name}", None) or words[f"blocks.*.{name}.base_layer"]
+            words |= {f"blocks.*.{name}.{one}": word for one in ("base_layer", f"{split}.default")}
+    for one in whole.double().parameters():
+        nn.init.normal_(one, std=0.3)
+    with sdpa_kernel(SDPBackend.MATH):
+        compare(whole, torch.randint(0, WORDS, (samples, LENGTH)), ranks, words)

@@ -55,15 +55,15 @@ class FullyShardedReducer(Reducer):
         self.known = {id(one.own) for one in partition.every}
         self.memory = [(one, one.module.untyped_storage()) for one in partition.every]
 
-    def begin_pass(self, is_last: bool) -> None:
+    def begin_pass(self, is_last: bool, goes_on: bool = False) -> None:
         self.partition.order.begin_backward()
-        # Layers are freed after each backward pass, also between micro-batches: with set_reshard_after_backward(False)
-        # two ranks waited for each other without end on CPUs, for a reason that has not been found.
         root, keeps = self.partition.modules[0], self.partition.keeps
         if is_last and not keeps:
             complete_sums(self.partition.modules)
         root.set_is_last_backward(is_last or keeps)
         root.set_requires_gradient_sync(is_last or keeps)
+        # A rank whose next pass is over borrowed samples first reads the model's state_dict, which frees its layers.
+        root.set_reshard_after_backward(not (keeps and goes_on))
 
     def begin(self) -> None:
         self._require_memory()

@@ -166,6 +166,7 @@ def shard_model(
         config: which layers are gathered, whether they stay whole until the backward pass, and where rows are.
         root: the module that passes call, which has all layers, if it is not the model.
     """
+    compute = gathering(model, compute)
     keeps, device = config.shard == "gradients", compute.device
     host = torch.device("cpu") if config.offload else device
     before_sharding = dict(model.named_parameters())
@@ -200,6 +201,11 @@ def shard_model(
     order = LayerOrder(layers, root, groups.data, waits=device.type == "cpu")
     root.register_forward_hook(functools.partial(free, modules))
     return FullySharded(before, groups, modules, every, layers, order, keeps)
+
+
+def gathering(model: Module, compute: Compute) -> Compute:
+    """How parameters are gathered: not in 16 bits if the model casts them itself."""
+    return dataclasses.replace(compute, low_precision=None) if getattr(model, "casts_weights", False) else compute
 
 
 def held(name: str, parameter: Parameter, whole: Parameter, before: Partition, groups: ShardGroups) -> Held:
