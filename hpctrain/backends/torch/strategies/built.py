@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.optim import SparseAdam
 
 from hpctrain.backends.torch.strategies.fsdp.fsdp_memory import at_a_time
-from hpctrain.backends.torch.strategies.fsdp.sharded_model import FullySharded
+from hpctrain.backends.torch.strategies.fsdp.sharded_model import FullySharded, gathering
 from hpctrain.backends.torch.strategies.memory_estimate import MemoryEstimate, TensorSize, of_state
 from hpctrain.backends.torch.strategies.parameter_traits import plain
 from hpctrain.backends.torch.torch_framework import TorchFramework
@@ -31,7 +31,7 @@ def weighed(framework: TorchFramework, micro_batches: int) -> MemoryEstimate:
     partition = framework.parts.partition
     if not isinstance(partition, FullySharded):
         return found
-    compute = framework.parts.compute
+    compute = gathering(framework.model, framework.parts.compute)
     every = list(framework.model.parameters())
     gathered, unsummed = at_a_time(every, partition.layers, compute, micro_batches, partition.keeps)
     parameters, gradients = found.parameters + gathered, found.gradients + unsummed

@@ -11,6 +11,7 @@ from hpctrain.backends.torch.device import Compute
 from hpctrain.backends.torch.strategies.estimated import Estimated
 from hpctrain.backends.torch.strategies.fsdp.fsdp_strategy import uncuttable
 from hpctrain.backends.torch.strategies.fsdp.layers import layers_of
+from hpctrain.backends.torch.strategies.fsdp.sharded_model import gathering
 from hpctrain.backends.torch.strategies.memory_estimate import MemoryEstimate
 from hpctrain.backends.torch.strategies.row_shares import part_of_rows
 from hpctrain.config.features import Feature
@@ -28,9 +29,9 @@ def estimate(feature: Feature, model: Estimated) -> MemoryEstimate:
         part_of_rows(len(one), 0, model.rows)[1] / len(one) * one.nbytes if one.ndim else one.nbytes for one in every
     )
     layers = layers_of(model.framework.model, model.parallel.layers)
-    sizes = at_a_time(every, layers, model.framework.parts.compute, model.micro_batches, keeps)
-    accumulates = model.micro_batches > 1 and not keeps
-    found = in_rows(model.whole, held / max(total, 1), *sizes, accumulates, keeps)
+    compute = gathering(model.framework.model, model.framework.parts.compute)
+    sizes = at_a_time(every, layers, compute, model.micro_batches, keeps)
+    found = in_rows(model.whole, held / max(total, 1), *sizes, model.micro_batches > 1, keeps)
     offloaded = sum(found.parts.values()) - sum(sizes) if model.parallel.offload else 0
     return dataclasses.replace(found, offloaded=offloaded)
 
@@ -64,13 +65,13 @@ def in_rows(
         share: largest fraction of the state that a rank has.
         gathered: bytes of parameters that are gathered at a time: those outside layers, of one layer, and of the next.
         unsummed: bytes of whole gradients: of as many layers, or of all until an update's last micro-batch.
-        accumulates: whether whole gradients exist in forward passes, too.
-        keeps: whether layers stay whole until their backward pass, which frees them and makes rows of gradients.
+        accumulates: whether gradients exist in forward passes, too.
+        keeps: whether layers stay whole until the last backward pass, which frees them and makes rows of gradients.
     """
     rows = whole.scaled(parameters=share, gradients=share, optimizer=share, averages=share)
     parameters, gradients = rows.parameters + gathered, rows.gradients + unsummed
     late = rows.gradients if accumulates else gradients
-    freed = min(gathered, rows.gradients) if keeps else 0
+    freed = min(gathered, rows.gradients) if keeps and not accumulates else 0
     return dataclasses.replace(
         rows, parameters=parameters, gradients=gradients, late_gradients=late, copies=0, freed=freed
     )
