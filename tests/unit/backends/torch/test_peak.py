@@ -82,7 +82,7 @@ def test_the_peak_is_within_a_tenth(shard: Any, low: torch.dtype | None, passes:
     total = sum(one.nbytes for one in model.parameters())
     whole = MemoryEstimate(total, total, 2 * total, 0, kept.num_bytes / SAMPLES, 0)
     keeps = shard == "gradients"
-    sizes = at_a_time(model, layers_of(model), compute, passes, keeps)
+    sizes = at_a_time(list(model.parameters()), layers_of(model), compute, passes, keeps)
     (plan,) = footprints({1: in_rows(whole, 0.5, *sizes, passes > 1, keeps)}, 1, {1: SAMPLES}, 0)
 
     partition = shard_model(model, uncut(), two_ranks, compute, ParallelConfig(shard=shard))
