@@ -416,9 +416,23 @@ class Group:
         return {name: fill(np.empty(shape, np.dtype(kind))) for name, (shape, kind) in head.items()}
 
     def _wait(self, request: MPI.Request, what: str, timeout_s: float, awake_s: float = 1e-4) -> None:
-        """Polls, then sleeps for ever longer intervals, so that waiting ranks leave the cores to working ones."""
+        self.wait_until(request.Test, what, timeout_s, awake_s)
+
+    def wait_until(
+        self,
+        done: Callable[[], bool],
+        what: str,
+        timeout_s: float = TIMEOUT_S,
+        awake_s: float = 1e-4,
+        most_pause_s: float = 0.01,
+    ) -> None:
+        """Polls, then sleeps for ever longer intervals, so that waiting ranks leave the cores to working ones.
+
+        Raises:
+            RunFailed: ``done`` has not returned true within ``timeout_s`` seconds.
+        """
         last, waited = time.monotonic(), 0.0
-        while not request.Test():
+        while not done():
             now = time.monotonic()
             waited += min(now - last, MOST_COUNTED_S)
             last = now
@@ -430,7 +444,7 @@ class Group:
             if waited <= awake_s:
                 os.sched_yield()
             else:
-                time.sleep(min(waited / 20, 0.01))
+                time.sleep(min(waited / 20, most_pause_s))
 
 
 def to_json(value: Any) -> bytes:

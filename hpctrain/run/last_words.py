@@ -322,7 +322,7 @@ def note_death(rank: int, code: int | None = None, alone: bool = True) -> None:
 
 
 def noted_deaths(run: RunDir, attempt: int) -> list[NotedDeath]:
-    """Returns the noted deaths of an attempt, earliest first."""
+    """Returns the noted deaths of an attempt: those noted alone, then the others, each earliest first."""
     lines: list[str] = []
     with contextlib.suppress(OSError):
         for path in run.monitor.glob(f"deaths-{attempt}-*.txt"):
@@ -332,7 +332,7 @@ def noted_deaths(run: RunDir, attempt: int) -> list[NotedDeath]:
         with contextlib.suppress(ValueError):  # a line that was cut off
             (seconds, rank, *code), together = line.removesuffix(TOGETHER).split(), line.endswith(TOGETHER)
             found.append(NotedDeath(float(seconds), int(rank), next(map(int, code), None), not together))
-    return sorted(found, key=lambda noted: (noted.at, noted.rank))
+    return sorted(found, key=lambda noted: (not noted.alone, noted.at, noted.rank))
 
 
 def now() -> float:

@@ -68,6 +68,14 @@ class Run:
         """Output of ``hpctrain watch --json``."""
         return dict(json.loads(self.hpctrain("watch", self.folder, "--json").stdout))
 
+    def may_be_named(self, rank: int) -> set[int]:
+        """Ranks that the verdict on the first attempt may name after this one was killed.
+
+        If Slurm ended the node's agent before it could note a death, nothing tells the node's two ranks apart.
+        """
+        both = {rank - rank % 2, rank - rank % 2 + 1}
+        return {rank} if any(noted.rank in both for noted in last_words.noted_deaths(self.dir, 1)) else both
+
     def cause(self, attempt: int = 1) -> str:
         """The cause that ``hpctrain explain`` would have named right after an attempt, from the files of that time."""
         then = self.folder.with_name(f"after-{attempt}")

@@ -140,10 +140,9 @@ def test_a_rank_of_this_run_that_another_agent_watches_is_not_a_rival(monkeypatc
     """Hosts in network namespaces, containers of one machine: its environment names the run."""
     monkeypatch.setenv("HPCTRAIN_RUN_DIR", "/runs/one")
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-        os.sched_setaffinity(other.pid, {0})
-        used = {other.pid: 0.0}, {other.pid: 0.9}
-        of_this_run = host.rivals({0}, set(), 1.0, *used)
+        cpus, used = os.sched_getaffinity(other.pid), ({other.pid: 0.0}, {other.pid: 0.9})
+        of_this_run = host.rivals(cpus, set(), 1.0, *used)
         monkeypatch.setenv("HPCTRAIN_RUN_DIR", "/runs/other")
-        of_another = host.rivals({0}, set(), 1.0, *used)
+        of_another = host.rivals(cpus, set(), 1.0, *used)
         other.communicate(b"\n")
     assert of_this_run == [] and len(of_another) == 1

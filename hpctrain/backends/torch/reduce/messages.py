@@ -3,7 +3,6 @@ device, or through Horovod."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from types import ModuleType
 from typing import Protocol
@@ -22,7 +21,7 @@ from hpctrain.reduce.horovod_setup import Lease
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 """Dtypes of messages by ``reduce.compression``."""
 POLL_S = 2e-4
-"""Polling interval; Horovod's own wait polls once a millisecond."""
+"""Longest polling interval; Horovod's own wait polls once a millisecond."""
 WHAT = "add up gradients"
 """Completes "waited for the other ranks to ..." in errors."""
 
@@ -99,8 +98,8 @@ class GroupSender:
 class HorovodSender:
     """Sends by Horovod, under fixed names, so that nothing is renegotiated."""
 
-    def __init__(self, lease: Lease) -> None:
-        self.horovod, self.number, self.most = lease.module, lease.number, lease.most
+    def __init__(self, lease: Lease, group: Group) -> None:
+        self.horovod, self.number, self.most, self.group = lease.module, lease.number, lease.most, group
         self.close = lease.end
 
     def send(self, part: Tensor, begin: int) -> Callable[[], object]:
@@ -115,8 +114,7 @@ class HorovodSender:
 
         def wait() -> None:
             for handle in handles:
-                while not self.horovod.poll(handle):
-                    time.sleep(POLL_S)
+                self.group.wait_until(lambda handle=handle: self.horovod.poll(handle), WHAT, most_pause_s=POLL_S)
                 self.horovod.synchronize(handle)
 
         return wait
@@ -144,4 +142,4 @@ def horovod_sender(group: Group, device: torch.device) -> HorovodSender:
     horovod = horovod_setup.load("torch")
     if error := unfit(horovod, group, device):
         raise error
-    return HorovodSender(horovod_setup.start(horovod, group, on_gpu=device.type != "cpu"))
+    return HorovodSender(horovod_setup.start(horovod, group, on_gpu=device.type != "cpu"), group)

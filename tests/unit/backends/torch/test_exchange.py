@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from hpctrain.backends.torch.process_groups import ProcessGroup
+from hpctrain.backends.torch.reduce.messages import HorovodSender
 from hpctrain.backends.torch.strategies.exchange import HostExchange, TorchExchange
 from hpctrain.backends.torch.strategies.tp_group import TPGroup
-from hpctrain.comm.group import Group
+from hpctrain.comm.group import MOST_COUNTED_S, Group
+from hpctrain.errors import RunFailed
+from hpctrain.reduce.horovod_setup import Lease
 from hpctrain.train.clock import NO_CLOCK, Waiting
 
 
@@ -79,3 +84,14 @@ def test_16_bit_values_are_added_in_fp32_unless_asked_and_able(able: bool, exact
     for dtype in (torch.bfloat16, torch.float64):
         assert tp_group.summed(torch.ones(2, dtype=dtype), "add up").dtype == dtype
     assert exchange.added == [wanted, torch.float64]
+
+
+def test_a_sum_that_horovod_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count(step=MOST_COUNTED_S)
+    monkeypatch.setattr(
+        "hpctrain.comm.group.time", SimpleNamespace(monotonic=lambda: next(ticks), sleep=lambda seconds: None)
+    )
+    horovod = SimpleNamespace(grouped_allreduce_async_=lambda *_, **__: 7, poll=lambda handle: False, Sum=0)
+    wait = HorovodSender(Lease(horovod, 0), Group("data")).send(torch.zeros(3), 0)  # type: ignore[arg-type]
+    with pytest.raises(RunFailed, match="rank 0 of 1 waited 900 s for the other ranks to add up gradients"):
+        wait()
