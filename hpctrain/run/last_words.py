@@ -310,6 +310,11 @@ class NotedDeath:
     """Whether every other process of the job on its host was alive and not being killed when the death was noted."""
 
 
+def notes_deaths() -> bool:
+    """Whether deaths are noted: in supervised runs."""
+    return bool(os.environ.get(RUN_DIR) and os.environ.get(ATTEMPT))
+
+
 def note_death(rank: int, code: int | None = None, alone: bool = True) -> None:
     """Appends a death to this host's file of the attempt; does nothing outside a supervised run. See ``NotedDeath``."""
     folder, attempt = os.environ.get(RUN_DIR), os.environ.get(ATTEMPT)

@@ -15,7 +15,8 @@ from hpctrain.monitor.connection import UNANSWERED_S
 from hpctrain.monitor.framing import Message
 from hpctrain.run.events import CUT_OFF, AboutRank
 from hpctrain.run.events import Hang as HangEvent
-from hpctrain.run.last_words import noted_deaths
+from hpctrain.run.first_cause import LATE_NOTE_S
+from hpctrain.run.last_words import noted_deaths, notes_deaths
 from hpctrain.system.files import write_atomically
 
 REMEMBERED = 64
@@ -93,13 +94,18 @@ class Standstill:
         if self.open_hang is None:
             return []
         self.open_hang.stacks[rank] = text
-        complete = self.open_hang.wanted <= self.open_hang.stacks.keys()
-        return self.close_hang(self.open_hang) if complete else []
+        return self.close_hang(self.open_hang) if self.is_complete(self.open_hang) else []
+
+    def is_complete(self, case: OpenHang) -> bool:
+        """Whether all stacks have arrived and, for a death, the note of it: busy nodes write notes late."""
+        known = not case.hang.died or not notes_deaths() or self.first_of(case.hang) is not case.hang
+        return known and case.wanted <= case.stacks.keys()
 
     def look(self, now: float) -> list[NodeCommand]:
         """Checks for a hang if a check is due; closes an open hang after its timeout."""
         if self.open_hang is not None:
-            return self.close_hang(self.open_hang) if now > self.open_hang.until else []
+            is_over = now > self.open_hang.until or self.is_complete(self.open_hang)
+            return self.close_hang(self.open_hang) if is_over else []
         if self.has_ended_ranks:  # their deaths are expected
             return []
         if now < self.next_check:
@@ -110,7 +116,7 @@ class Standstill:
         if len(beats) < len(self.run.hosts) and not self.begins_without(beats, now):
             return []
         hang = self.watch.observe(beats)
-        return self.begin_hang(self.first_of(hang), now) if hang else []
+        return self.begin_hang(hang, now) if hang else []
 
     def note_suspension(self, now: float) -> None:
         """Excludes time in which every live rank is stopped by a signal: the whole run is suspended.
@@ -160,9 +166,10 @@ class Standstill:
             living = []  # the launcher ends the others within milliseconds, too soon for stacks
         elif not hang.culprits:
             living = list(hang.waiting[:DUMPED_CULPRITS])
-        self.open_hang = OpenHang(hang, {beat.rank for beat in living}, {}, now + STACKS_S)
+        until = now + (LATE_NOTE_S if hang.died else STACKS_S)
+        self.open_hang = OpenHang(hang, {beat.rank for beat in living}, {}, until)
         if not living:
-            return self.close_hang(self.open_hang)
+            return self.look(now)
         by_node: dict[int, list[int]] = {}
         for beat in living:
             by_node.setdefault(self.run.nodes[beat.rank], []).append(beat.rank)
@@ -171,7 +178,7 @@ class Standstill:
     def close_hang(self, case: OpenHang) -> list[NodeCommand]:
         """Writes the stacks and the event, then ends the ranks if ``on_hang`` is abort."""
         self.open_hang = None
-        hang = case.hang
+        hang = self.first_of(case.hang)
         steps = self.run.first_step + max(beat.steps for beat in (*hang.culprits, *hang.waiting))
         files = {}
         for rank in sorted(case.wanted):

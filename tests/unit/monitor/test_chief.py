@@ -22,6 +22,7 @@ from hpctrain.run import bad_nodes
 from hpctrain.run.bad_nodes import BadNode
 from hpctrain.run.events import CUT_OFF, RankDevice
 from hpctrain.run.folder import RunDir
+from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
 from hpctrain.run.run_view import RunView
 from hpctrain.train.clock import Phase
 
@@ -160,6 +161,23 @@ def test_a_hang_asks_for_stacks_then_reports_and_ends_the_ranks(tmp_path: Path) 
         chief.receive(beat(node, Phase.BACKWARD, 12, "gone"), 101.0)
     assert chief.tick(101.1) == []
     assert len(events_of(tmp_path)) == 1, "the ranks' end is the monitor's own doing"
+
+
+@pytest.mark.parametrize(("noted", "at", "named"), [("1.0 7 -9\n", 100.3, [7]), ("", 102.2, [6, 7])])
+def test_in_a_supervised_run_the_note_of_a_death_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noted: str, at: float, named: list[int]
+) -> None:
+    monkeypatch.setenv(RUN_DIR, str(tmp_path))
+    monkeypatch.setenv(ATTEMPT, "1")
+    chief, _ = chief_in(tmp_path)
+    for node in range(3):
+        chief.receive(beat(node, Phase.BACKWARD, 1), 100.0)
+    chief.receive(beat(3, Phase.FORWARD, 1, "gone"), 100.0)
+    assert chief.tick(100.1) == [] == events_of(tmp_path)
+    (tmp_path / "monitor" / "deaths-1-n1.txt").write_text(noted)
+    chief.tick(at)
+    [event] = events_of(tmp_path)
+    assert (event["kind"], [rank["rank"] for rank in event["ranks"]]) == ("died", named)
 
 
 @pytest.mark.parametrize(("noted", "named"), [("2.0 6\n1.0 7\n", [7]), ("1.0 0\n", [6, 7]), ("", [6, 7])])
