@@ -4,6 +4,7 @@ device, or through Horovod."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Protocol
 
@@ -114,7 +115,7 @@ class HorovodSender:
 
         def wait() -> None:
             for handle in handles:
-                self.group.wait_until(lambda handle=handle: self.horovod.poll(handle), WHAT, most_pause_s=POLL_S)
+                self.group.wait_until(partial(self.horovod.poll, handle), WHAT, most_pause_s=POLL_S)
                 self.horovod.synchronize(handle)
 
         return wait
