@@ -15,7 +15,7 @@ import time
 from hpctrain.monitor.node.node import Node
 from hpctrain.monitor.shared import FINISHED, JOINING, PID, STATE
 from hpctrain.run.last_words import note_death
-from hpctrain.system.processes import exit_code_of, is_ending
+from hpctrain.system.processes import GONE, exit_code_of, is_ending, look
 
 ENDING_S = 1.0
 """Longest wait for a rank that the kernel is ending: its connections close first, so a victim can end before it."""
@@ -55,6 +55,9 @@ def watch(node: Node, agent: int) -> None:
         if descriptor not in lives and descriptor != agent:
             with contextlib.suppress(OSError):  # the descriptor of the listing itself
                 os.close(descriptor)
+    dead = [pid for pid, life in node.lives.items() if life < 0 and look(pid, 0) == GONE]  # before the agent began
+    for pid in dead:
+        note(node, pid, None, len(dead) == 1 and not any(map(is_ending, alive.values())))
     with selectors.DefaultSelector() as selector:
         for descriptor in alive:
             selector.register(descriptor, selectors.EVENT_READ)

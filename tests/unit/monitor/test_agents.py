@@ -301,7 +301,10 @@ def test_of_ranks_that_end_together_the_one_that_no_launcher_has_ended_is_noted_
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfds")
-def test_a_death_is_noted_as_alone_if_the_other_ranks_and_the_agent_live_then(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reaped", [False, True])
+def test_a_death_is_noted_as_alone_if_the_other_ranks_and_the_agent_live_then(
+    monkeypatch: pytest.MonkeyPatch, reaped: bool
+) -> None:
     ranks, noted = [subprocess.Popen(["sleep", "600"]) for _ in range(3)], []
     lives, (agent, still_there) = {rank.pid: os.pidfd_open(rank.pid) for rank in ranks}, os.pipe()
 
@@ -313,13 +316,18 @@ def test_a_death_is_noted_as_alone_if_the_other_ranks_and_the_agent_live_then(mo
     monkeypatch.setattr("hpctrain.monitor.node.death_watch.os.listdir", lambda folder: [])
     monkeypatch.setattr("hpctrain.monitor.node.death_watch.note", note)
     monkeypatch.setattr("hpctrain.monitor.node.death_watch.ENDING_S", PATIENCE_S)
+    if reaped:  # before the agent began: there is no descriptor of it
+        os.close(lives[ranks[1].pid])
+        lives[ranks[1].pid] = -1
     ranks[1].kill()
+    if reaped:
+        ranks[1].wait()
     death_watch.watch(SimpleNamespace(lives=lives), agent)  # type: ignore[arg-type]
-    assert noted[0] == (ranks[1].pid, -signal.SIGKILL, True)
+    assert noted[0] == (ranks[1].pid, None if reaped else -signal.SIGKILL, True)
     assert sorted(noted[1:]) == sorted((ranks[rank].pid, -signal.SIGKILL, False) for rank in (0, 2))
     for rank in ranks:
         rank.wait()
-    for descriptor in (*lives.values(), agent, still_there):
+    for descriptor in {*lives.values(), agent, still_there} - {-1}:
         os.close(descriptor)
 
 
