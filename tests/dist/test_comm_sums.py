@@ -78,7 +78,7 @@ def test_reducers_of_one_program_share_horovod(tmp_path: Path) -> None:
         "for made in (one, two, half):\n"
         "    made.finish()\n"
         "one.close()\n"
-        "two.sender.most = lambda elements, itemsize: 3\n"  # several messages
+        "two.sender.most = lambda *_: 3\n"  # several messages
         "two.start(0, 8)\n"
         "two.finish()\n"
         "two.close()\n"

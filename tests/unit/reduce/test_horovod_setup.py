@@ -68,3 +68,4 @@ def test_messages_are_cut_for_caches_but_not_into_more_than_horovod_remembers(
     module: Any = None
     lease = horovod_setup.Lease(module, 0, cuts)
     assert (lease.most(elements, 4), lease.least(elements, 4)) == (most, least)
+    assert lease.most(elements, 4, 2**22) <= most

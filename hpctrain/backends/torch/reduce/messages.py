@@ -104,7 +104,7 @@ class HorovodSender:
         self.close = lease.end
 
     def send(self, part: Tensor, begin: int) -> Callable[[], object]:
-        most = self.most(len(part), part.element_size())
+        most = self.most(len(part), part.element_size(), horovod_setup.TORCH_MESSAGE_BYTES)
         handles = [
             # A group of one: groups are not fused with each other (horovod_setup.SETTINGS).
             self.horovod.grouped_allreduce_async_(
