@@ -106,7 +106,7 @@ def keep_gradient(parameter: Tensor) -> None:
 def twin_of(function: FunctionType, number: int) -> FunctionType:
     """The same function, with a separate code object and name.
 
-    Functions of PyTorch get a file of their own: the compiler calls those from PyTorch's files in one function, which
+    Functions of PyTorch get a separate file name: the compiler calls those from PyTorch's files in one function, which
     would share its limit of recompilations.
     """
     name, file = f"{function.__code__.co_name}_{number}", function.__code__.co_filename
