@@ -174,7 +174,7 @@ def passes_leave(
         task_state: state held by the task's functions.
         objects: objects of the task whose state is saved.
         device: the model's device.
-        with_parameters: whether passes may change parameters, as a task's own step does that bounds or averages them.
+        with_parameters: whether passes may change parameters, as tables with ``max_norm`` and a task's own step may.
     """
     buffers_of = [(dict(module._buffers), module) for module in model.modules()]
     changing = (*model.buffers(), *(model.parameters() if with_parameters else ()))

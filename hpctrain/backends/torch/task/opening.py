@@ -226,8 +226,9 @@ def assembled(
     if compute.device.type != "cpu":
         optimizer_state.to_device()
     objects = kept_objects(task)
+    changes = task.step is not None or Feature.MAX_NORM in opening.features
     unchanged = functools.partial(
-        passes_leave, model, opening.task_state, objects, compute.device, with_parameters=task.step is not None
+        passes_leave, model, opening.task_state, objects, compute.device, with_parameters=changes
     )
     reducers = ExchangesToChoose(updates.reducers)
     exchanges = ChosenReducer(reducers, choice, unchanged, choice.known(reducers))

@@ -242,3 +242,15 @@ def test_a_generator_of_optimizers_is_refused_with_the_list_to_write() -> None:
     with pytest.raises(UserError, match="optimizer of the task is a generator, which can be read only once") as caught:
         joined(optim.SGD([torch.zeros(1)], lr=0.1) for _ in range(2))
     assert "optimizer=[" in caught.value.fix
+
+
+def test_the_dry_call_leaves_tables_with_a_largest_norm_as_they_were() -> None:
+    def bounded() -> Words:
+        model = Words(sparse=False)
+        model.embedding.max_norm = 0.1
+        return model
+
+    framework, batch = make_framework(alone(), bounded, forward=words_forward), next(global_batches(1))
+    before = framework.weights_hash()
+    framework.dry_call(batch, [batch])
+    assert framework.weights_hash() == before
