@@ -174,7 +174,12 @@ def package_of(value: Any) -> str:
 
 def is_own(value: Any, home: str) -> bool:
     """Whether a function, a class, or an object's class is the user's: in the root's package, or not in a library."""
-    package = package_of(value)
+    return is_users(package_of(value), home)
+
+
+@functools.cache
+def is_users(package: str, home: str) -> bool:
+    """Whether a package is the user's."""
     if package in sys.stdlib_module_names or package in FRAMEWORKS:
         return False
     module = sys.modules.get(package)

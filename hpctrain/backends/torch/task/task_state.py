@@ -80,7 +80,7 @@ class TaskState:
     Args:
         optimizer: the task's optimizer, equal on all ranks.
         others: objects that process a rank's own samples, by name: the loss, ``forward``, ``step``.
-        model: the model; its tensors are skipped, but its extra state is included.
+        model: the model; its tensors are skipped, but not its extra state, nor what else its modules hold.
         apart: objects that are saved under their own names; their contents are skipped.
 
     Raises:
@@ -89,7 +89,7 @@ class TaskState:
 
     def __init__(self, optimizer: Any, others: Mapping[str, Any], model: Module, apart: Iterable[Any] = ()) -> None:
         own = [Root(name, value, Placement.RANK) for name, value in others.items()]
-        self.roots = [Root("optimizer", optimizer, Placement.REPLICATED), *own]
+        self.roots = [Root("optimizer", optimizer, Placement.REPLICATED), *own, Root("model", model, Placement.RANK)]
         self.model = model
         self.names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
         self.modules = {id(module) for module in model.modules()}
@@ -100,7 +100,7 @@ class TaskState:
         """Names of values that seem to be state but are not saved, in the order in which they were found."""
         for root in self.roots:
             found = self.find(root)
-            self.signs |= {f"{root.name}: {path}": sign(value) for path, value in found.loose.items()}
+            self.signs |= {label(root, path): sign(value) for path, value in found.loose.items()}
             for path, module in found.modules.items():
                 self.extra_state += extra_states(root.name, path, module)
 
@@ -121,12 +121,13 @@ class TaskState:
 
     def find(self, root: Root) -> FoundState:
         """Finds the state that a root holds now. Raises UserError if its names would differ between processes."""
-        ids = set(self.modules)
+        ids = {*self.modules, *self.names}
         optimizers = []
         found = FoundState({}, {}, {})
         inner = set(self.modules)
-        for path, value in reached(root.value, self._is_end, attributes, self.names):
-            ids |= {id(value), *map(id, parameters_in(value))}
+        is_end = self._is_end_of_model if root.value is self.model else self._is_end
+        for path, value in reached(root.value, is_end, attributes, self.names):
+            ids |= set() if id(value) in self.modules else {id(value), *map(id, parameters_in(value))}
             if id(value) in self.apart:
                 continue
             optimizers += [path] if isinstance(value, Optimizer) else []
@@ -173,7 +174,7 @@ class TaskState:
         for path, value in found.loose.items():
             if isinstance(value, Tensor) and value.data_ptr() in memory:
                 continue
-            name, now = f"{root.name}: {path}", sign(value)
+            name, now = label(root, path), sign(value)
             before = self.signs.setdefault(name, now) if root is self.roots[0] else self.signs.get(name, now)
             if before != now:
                 self.undeclared[name] = None
@@ -188,7 +189,8 @@ class TaskState:
         for root in self.roots[1:]:
             found = self.find(root)
             tensors += [*module_state(root, found), *stateful_tensors(root, found, self.leaves)]
-            plain += putting_back(root.value, self._is_end, attributes, lambda value: value is None or is_loose(value))
+            is_end = self._is_end_of_model if root.value is self.model else self._is_end
+            plain += putting_back(root.value, is_end, attributes, lambda value: value is None or is_loose(value))
             plain += [
                 functools.partial(refill, value, copied(value)) for value in found.loose.values() if can_refill(value)
             ]
@@ -242,9 +244,18 @@ class TaskState:
         texts = [digest([state]) if isinstance(state, Tensor) else repr(state) for state in states]
         return zlib.crc32("".join(texts).encode())
 
+    def _is_end_of_model(self, value: Any) -> bool:
+        """The same within the model, whose modules are searched for what is neither a parameter nor a buffer."""
+        return id(value) not in self.modules and self._is_end(value)
+
     def _is_end(self, value: Any) -> bool:
         is_saved = id(value) in self.modules or id(value) in self.apart
         return isinstance(value, (Tensor, np.ndarray, *GENERATORS)) or is_saved or saves_itself(value)
+
+
+def label(root: Root, path: str) -> str:
+    """What a value is called in messages."""
+    return f"{root.name}: {path.replace('_modules.', '')}"
 
 
 def parameters_in(value: Any) -> Iterable[Tensor]:
@@ -330,7 +341,8 @@ def saves_itself(value: Any) -> bool:
     if isinstance(value, Optimizer):
         kind = type(value)
         return kind.state_dict is not Optimizer.state_dict and kind.load_state_dict is not Optimizer.load_state_dict
-    return isinstance(value, Stateful) and not isinstance(value, (Module, type))
+    # The first two questions are quick, and this is asked of whatever a model holds.
+    return hasattr(value, "state_dict") and not isinstance(value, (Module, type)) and isinstance(value, Stateful)
 
 
 def extra_states(root: str, path: str, module: Module) -> list[tuple[str, Module]]:

@@ -696,3 +696,26 @@ def test_what_is_left_out_is_named_once_after_two_steps(tmp_path: Path, capsys: 
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
     named = "loss: calls, loss: total, loss: scalar, loss: mean, optimizer: past.0, ..."
     assert len(said) == 1 and f"leave out what changes here: {named};" in said[0] and "state={...}" in said[0]
+
+
+class CountsPasses(nn.Module):
+    """Counts its passes in an attribute, and draws from a generator that it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.passes, self.random = nn.Linear(12, 3), 0, torch.Generator().manual_seed(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        outputs: Tensor = self.layer(x) * (1 + self.passes + torch.rand((), generator=self.random))
+        return outputs
+
+
+def test_what_a_model_keeps_besides_its_tensors_is_undone_after_a_trial_and_saved_or_named() -> None:
+    framework, batch = make_framework(alone(), lambda: nn.Sequential(CountsPasses())), samples()
+    framework.dry_call(batch, [batch])
+    assert framework.model[0].passes == 0
+    train(framework, 1)
+    names = [tensor.name for tensor in framework.state()]
+    assert framework.facts.undeclared == ("model: 0.passes",)
+    assert [name for name in names if name.startswith("rng/held/model")]
