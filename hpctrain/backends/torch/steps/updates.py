@@ -225,7 +225,7 @@ class Trained:
             deque(parts, 0)
             parts = iter([reducer.gradients()])
         for gradients in parts:
-            if decision.factor != 1:
+            if decision.factor != 1 and gradients:
                 torch._foreach_mul_(gradients, decision.factor)
             self.optimizer.step()
             clock.mark(Phase.OPTIMIZER)

@@ -156,9 +156,9 @@ class ShardedReducer(ByFlatGradients, Reducer):
     def spread(self) -> bool:
         with torch.no_grad():
             for leaving in self.leaving:
-                torch._foreach_copy_(leaving, self.mine)
+                copy_all(leaving, self.mine)
             self.sums.gather()
-            torch._foreach_copy_(self.theirs, self.arriving)
+            copy_all(self.theirs, self.arriving)
         return True
 
     def close(self) -> None:
@@ -206,6 +206,12 @@ class ShardedReducer(ByFlatGradients, Reducer):
     def _view(self, piece: RowRange, flat: Tensor) -> Tensor:
         """A view with the parameter's shape of its place in a flat buffer."""
         return view_like(self.parameters[piece.parameter], flat, self.sharded.layout.offsets[piece.parameter])
+
+
+def copy_all(into: list[Tensor], values: list[Tensor]) -> None:
+    """Copies each tensor; a rank may update none, or all."""
+    if into:
+        torch._foreach_copy_(into, values)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 import torch
 from torch import nn, optim
@@ -12,7 +15,7 @@ from hpctrain.backends.torch.strategies.fsdp.fsdp_strategy import uncuttable
 from hpctrain.backends.torch.strategies.listed import STRATEGIES
 from hpctrain.backends.torch.strategies.parameter_traits import OwnRows, ParameterTraits, replace_parameters, traits_of
 from hpctrain.backends.torch.strategies.partition import Slices, uncut
-from hpctrain.backends.torch.strategies.zero1 import Sharded, has_rows, shard, shared_out
+from hpctrain.backends.torch.strategies.zero1 import Sharded, ShardedReducer, has_rows, shard, shared_out
 from hpctrain.backends.torch.task.shares import ONLY, Share
 from hpctrain.comm.group import Group
 from hpctrain.config.features import values_of
@@ -128,3 +131,19 @@ def test_a_parameter_without_elements_is_refused_by_name_where_pytorch_shards() 
 def test_each_value_of_shard_is_a_strategy_that_plan_can_estimate() -> None:
     estimated = [one.shard for one in STRATEGIES if one.estimate is not None]
     assert sorted(filter(None, estimated)) == sorted(values_of("parallel.shard").values())
+
+
+def test_a_rank_may_update_nothing_or_everything() -> None:
+    def ended(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> list[torch.Tensor]:
+        reducer = SimpleNamespace(
+            leaving=[[torch.zeros(2)] * len(mine)],
+            mine=mine,
+            theirs=theirs,
+            arriving=[torch.ones(2)] * len(theirs),
+            sums=SimpleNamespace(gather=lambda: None),
+        )
+        assert ShardedReducer.spread(cast(ShardedReducer, reducer))
+        return theirs
+
+    assert ended([torch.ones(2)], []) == []
+    assert ended([], [torch.zeros(2)])[0].all()
