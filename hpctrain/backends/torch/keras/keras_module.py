@@ -94,8 +94,7 @@ class KerasLayer(KerasPart):
             return self.penalties()
         if self.penalty is None:  # a layer that was not called
             self(tuple, (), {})
-        found, self.penalty = self.penalty, None
-        return found or []
+        return self.penalty or []
 
 
 class KerasModule(KerasPart):
@@ -193,6 +192,8 @@ class KerasModule(KerasPart):
         self.follow()
         model._clear_losses()  # InMode, the outermost layer, clears only its own
         self.function = function
+        for layer in self.layers:
+            layer.penalty = None
         with torch.autocast(next(iter(batch.values())).device.type, enabled=False):
             outputs = mode(dict(batch), training=self.training)
             losses = [one for layer in model._flatten_layers() for one in layer._get_own_losses()]
