@@ -88,6 +88,10 @@ class KerasLayer(KerasPart):
             self.penalty = self.penalties()
         return outputs, self.penalty, [one for layer in self.inner for one in layer._get_own_losses()]
 
+    def begin(self) -> None:
+        """Forgets the last pass, which may have failed."""
+        self.penalty = None
+
     def end(self) -> list[Any]:
         """What the regularizers have given, at the end of a pass of the model."""
         if not isinstance(self, FSDPModule):
@@ -193,7 +197,7 @@ class KerasModule(KerasPart):
         model._clear_losses()  # InMode, the outermost layer, clears only its own
         self.function = function
         for layer in self.layers:
-            layer.penalty = None
+            layer.begin()
         with torch.autocast(next(iter(batch.values())).device.type, enabled=False):
             outputs = mode(dict(batch), training=self.training)
             losses = [one for layer in model._flatten_layers() for one in layer._get_own_losses()]
