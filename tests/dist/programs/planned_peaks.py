@@ -36,6 +36,7 @@ PLANS: dict[int, dict[str, dict[str, Any]]] = {
         "tensor": {"tensor": 2},
         "sequence": {"tensor": 2, "sequence": True},
         "pipeline": {"pipeline": 2},
+        "interleaved": {"pipeline": 2, "pipeline_chunks": 3},
     },
     4: {
         "tensor 2 x optimizer": {"tensor": 2, "shard": "optimizer"},
@@ -44,6 +45,7 @@ PLANS: dict[int, dict[str, dict[str, Any]]] = {
         "tensor": {"tensor": 4},
         "pipeline": {"pipeline": 4},
         "parameters": {"shard": "parameters"},
+        "pipeline 2 x parameters": {"pipeline": 2, "shard": "parameters"},
     },
 }
 
@@ -67,10 +69,10 @@ def planned(config: Config, ranks: int) -> int:
     whole, _ = estimate(config, given.tensor, ranks, [given.pipeline] if given.pipeline > 1 else [])
     each = given.tensor * given.pipeline
     micro = {size: largest_micro_batch(config, ranks // size) for size in (given.tensor, each)}
-    found = footprints({given.tensor: whole}, ranks, micro, 0, config.train.accumulate)
-    (one,) = [
-        one for one in found if one.plan == ParallelLayout(given.tensor, ranks // each, given.shard, given.pipeline)
-    ]
+    chunks = given.pipeline_chunks
+    found = footprints({given.tensor: whole}, ranks, micro, 0, config.train.accumulate, chunks)
+    layout = ParallelLayout(given.tensor, ranks // each, given.shard, given.pipeline, chunks)
+    (one,) = [one for one in found if one.plan == layout]
     return one.total - one.staging
 
 
