@@ -64,7 +64,7 @@ TOKENS: dict[str, int] = {
     "reduce": 11924,
     "train": 14653,
     "tasks": 7527,
-    "backends": 127152,
+    "backends": 127178,
     "checkpoint": 51003,
     "monitor": 32295,
     "track": 6454,

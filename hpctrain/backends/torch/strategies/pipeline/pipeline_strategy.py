@@ -145,4 +145,8 @@ def estimate(model: Estimated, shards: Callable[[Estimated], Mapping[str, Memory
         found.append(dataclasses.replace(model, whole=dataclasses.replace(own, checkpoint=whole.checkpoint), held=held))
     most = max(found, key=lambda one: sum(one.whole.parts.values()))
     has_copies = bool(tied_parameters(framework.model, stages))
-    return dataclasses.replace(most.whole, shards={} if has_copies else shards(most))
+    sharded = {} if has_copies else shards(most)
+    # What backward passes free, forward passes of later micro-batches gather again.
+    return dataclasses.replace(
+        most.whole, shards={word: dataclasses.replace(one, freed=0) for word, one in sharded.items()}
+    )
