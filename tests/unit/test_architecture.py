@@ -66,7 +66,7 @@ TOKENS: dict[str, int] = {
     "tasks": 7527,
     "backends": 127178,
     "checkpoint": 51003,
-    "monitor": 32295,
+    "monitor": 32316,
     "track": 6454,
     "rank": 15631,
     "programs": 4775,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from hpctrain.monitor.connection import UNANSWERED_S
 from hpctrain.monitor.framing import Message
 from hpctrain.run.events import CUT_OFF, AboutRank
 from hpctrain.run.events import Hang as HangEvent
-from hpctrain.run.first_cause import LATE_NOTE_S
+from hpctrain.run.first_cause import LATE_NOTE_S, MPI_ERR_UNKNOWN
 from hpctrain.run.last_words import noted_deaths, notes_deaths
 from hpctrain.system.files import write_atomically
 
@@ -153,7 +154,8 @@ class Standstill:
 
     def first_of(self, hang: HangFinding) -> HangFinding:
         """If several ranks have died, keeps the first death noted: the launcher ended the others because of it."""
-        noted = [noted.rank for noted in noted_deaths(self.run.folder, self.run.attempt)] if hang.died else []
+        known = noted_deaths(self.run.folder, self.run.attempt) if hang.died else []
+        noted = [noted.rank for noted in known if noted.code not in (-signal.SIGTERM, MPI_ERR_UNKNOWN)]
         first = tuple(beat for beat in hang.culprits if beat.rank in noted[:1])
         return replace(hang, culprits=first) if first else hang
 

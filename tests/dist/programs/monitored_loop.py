@@ -70,6 +70,7 @@ def main() -> None:
     with start(world, folder, config) as monitor:
         clock = monitor.clock
         (folder / f"pid-{world.rank}").write_text(str(os.getpid()))
+        monitor.await_agent()
 
         def work(phase: str, step: int) -> None:
             seconds = USUAL[phase]

@@ -180,7 +180,9 @@ def test_in_a_supervised_run_the_note_of_a_death_is_waited_for(
     assert (event["kind"], [rank["rank"] for rank in event["ranks"]]) == ("died", named)
 
 
-@pytest.mark.parametrize(("noted", "named"), [("2.0 6\n1.0 7\n", [7]), ("1.0 0\n", [6, 7]), ("", [6, 7])])
+@pytest.mark.parametrize(
+    ("noted", "named"), [("2.0 6\n1.0 7\n", [7]), ("2.0 6\n1.0 7 -15\n", [6]), ("1.0 0\n", [6, 7]), ("", [6, 7])]
+)
 def test_of_ranks_that_are_found_dead_together_the_one_noted_first_is_named(
     tmp_path: Path, noted: str, named: list[int]
 ) -> None:
