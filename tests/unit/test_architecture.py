@@ -57,7 +57,7 @@ permission."""
 TOKENS: dict[str, int] = {
     "errors": 1048,
     "system": 13548,
-    "config": 11632,
+    "config": 11657,
     "comm": 6104,
     "run": 26258,
     "data": 37544,
@@ -68,7 +68,7 @@ TOKENS: dict[str, int] = {
     "checkpoint": 51003,
     "monitor": 32316,
     "track": 6454,
-    "rank": 15631,
+    "rank": 15652,
     "programs": 4775,
     "launch": 50267,
     "report": 11333,
