@@ -93,7 +93,7 @@ def complete(snapshot: Snapshot, world: World, firsts: Group) -> None:
         try:
             exchange(snapshot, firsts)
         except DamagedCheckpoint as error:
-            problem = str(error)
+            problem = error.what
     gathered = world.everyone.allgather(problem, f"complete {snapshot.folder.name}", MOVE_TIMEOUT_S)
     if problems := [each for each in gathered if each]:
         raise DamagedCheckpoint(problems[0])

@@ -45,7 +45,6 @@ class RunDir:
     """Events, appended by the first node agent."""
     figures = Inside("figures.json")
     """Curves and matrices of the newest evaluation."""
-    """Plans that ``hpctrain plan`` found for the run."""
     live_view = Inside("monitor/live.json")
     """The monitor's newest window."""
     heat_map = Inside("monitor/heat.npz")

@@ -45,4 +45,5 @@ def mapped(path: Path) -> NDArray[Any]:
 def reading(path: Path) -> AbstractContextManager[None]:
     """Turn errors of NumPy in the body into UserErrors."""
     what = f"{path} is truncated, damaged, or holds no NumPy arrays of numbers"
-    return foreign_errors(lambda error: UserError(f"{what}: {error}", "save it again with numpy.save or numpy.savez"))
+    fix = "save it again with numpy.save or numpy.savez"
+    return foreign_errors(lambda error: UserError(f"{what}: {str(error).partition('. ')[0]}", fix))  # without its advice

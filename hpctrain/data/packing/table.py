@@ -131,10 +131,11 @@ def from_table(table: Table, wanted: Columns | None) -> PackSource:
         begin = 0
         for part in table.parts:
             for batch in patient(lambda part=part: batches(part)):  # type: ignore[misc]
+                if not len(batch):
+                    continue
                 where = f"{part.where}: column"
                 columns = {name: values(batch.column(name), f"{where} {name!r}", begin) for name in needed}
-                if len(batch):
-                    yield gather(assigned, columns, begin)
+                yield gather(assigned, columns, begin)
                 begin += len(batch)
 
     first = next(blocks(), None)
