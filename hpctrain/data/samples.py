@@ -138,12 +138,15 @@ def transform_one(transform: Transform, sample: Sample, seed: int, epoch: int, s
         return named(transformed, None)
 
 
+NUMBERS = frozenset({bool, int, float})
+
+
 def host(value: Any) -> Any:
     """Convert torch tensors, also in mappings and tuples, to NumPy arrays on the host."""
     if isinstance(value, Mapping):
         return {name: host(each) for name, each in value.items()}
     if isinstance(value, (tuple, list)):
-        return tuple(map(host, value))
+        return tuple(value) if NUMBERS.issuperset(map(type, value)) else tuple(map(host, value))
     return value.numpy(force=True) if hasattr(value, "detach") else value
 
 
