@@ -43,7 +43,7 @@ def mapped(path: Path) -> NDArray[Any]:
 
 
 def reading(path: Path) -> AbstractContextManager[None]:
-    """Turn errors of NumPy in the body into UserErrors."""
+    """Turn errors of NumPy in the body into UserErrors, without its advice to unpickle."""
     what = f"{path} is truncated, damaged, or holds no NumPy arrays of numbers"
     fix = "save it again with numpy.save or numpy.savez"
-    return foreign_errors(lambda error: UserError(f"{what}: {str(error).partition('. ')[0]}", fix))  # without its advice
+    return foreign_errors(lambda error: UserError(f"{what}: {str(error).partition('. ')[0]}", fix))
