@@ -64,7 +64,7 @@ TOKENS: dict[str, int] = {
     "reduce": 11924,
     "train": 14653,
     "tasks": 7527,
-    "backends": 127178,
+    "backends": 127226,
     "checkpoint": 51002,
     "monitor": 32316,
     "track": 6454,

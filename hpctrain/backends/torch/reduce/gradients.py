@@ -201,7 +201,8 @@ def view_like(parameter: torch.Tensor, flat: torch.Tensor, offset: int) -> torch
 
 def replaces(gradient: torch.Tensor, view: torch.Tensor) -> bool:
     """Whether a gradient could be used in place of its view of the buffer."""
-    return type(gradient) is torch.Tensor and gradient.dtype == view.dtype and gradient.stride() == view.stride()
+    is_alike = type(gradient) is torch.Tensor and gradient.dtype == view.dtype and gradient.stride() == view.stride()
+    return is_alike and not (gradient.is_conj() or gradient.is_neg())  # which other values in memory stand for
 
 
 def is_own(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:

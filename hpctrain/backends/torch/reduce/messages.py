@@ -97,14 +97,21 @@ class GroupSender:
 
 
 class HorovodSender:
-    """Sends by Horovod, under fixed names, so that nothing is renegotiated."""
+    """Sends by Horovod, under fixed names, so that nothing is renegotiated.
 
-    def __init__(self, lease: Lease, group: Group) -> None:
+    Args:
+        lease: this use of Horovod.
+        group: the ranks.
+        elements: elements of all tensors together, if several are sent per update.
+    """
+
+    def __init__(self, lease: Lease, group: Group, elements: int = 0) -> None:
         self.horovod, self.number, self.most, self.group = lease.module, lease.number, lease.most, group
+        self.elements = elements
         self.close = lease.end
 
     def send(self, part: Tensor, begin: int) -> Callable[[], object]:
-        most = self.most(len(part), part.element_size(), horovod_setup.TORCH_MESSAGE_BYTES)
+        most = self.most(max(self.elements, len(part)), part.element_size(), horovod_setup.TORCH_MESSAGE_BYTES)
         handles = [
             # A group of one: groups are not fused with each other (horovod_setup.SETTINGS).
             self.horovod.grouped_allreduce_async_(
@@ -138,9 +145,12 @@ def unfit(horovod: ModuleType, group: Group, device: torch.device) -> UserError 
     return None
 
 
-def horovod_sender(group: Group, device: torch.device) -> HorovodSender:
-    """Starts Horovod; raises UserError if it is missing or does not fit. Collective."""
+def horovod_sender(group: Group, device: torch.device, elements: int = 0) -> HorovodSender:
+    """Starts Horovod; raises UserError if it is missing or does not fit. Collective.
+
+    ``elements``: see HorovodSender.
+    """
     horovod = horovod_setup.load("torch")
     if error := unfit(horovod, group, device):
         raise error
-    return HorovodSender(horovod_setup.start(horovod, group, on_gpu=device.type != "cpu"), group)
+    return HorovodSender(horovod_setup.start(horovod, group, on_gpu=device.type != "cpu"), group, elements)

@@ -86,7 +86,7 @@ class TorchReducers:
         else:
             sender: messages.Sender
             if candidate.kind == "horovod":
-                sender = messages.horovod_sender(group, device)
+                sender = messages.horovod_sender(group, device, layout.length)
             else:
                 sender = messages.GroupSender(peers_of(group, device))
                 over = peers_of(group, device) if rows_of else group

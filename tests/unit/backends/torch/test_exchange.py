@@ -95,3 +95,15 @@ def test_a_sum_that_horovod_never_ends_is_given_up(monkeypatch: pytest.MonkeyPat
     wait = HorovodSender(Lease(horovod, 0), Group("data")).send(torch.zeros(3), 0)  # type: ignore[arg-type]
     with pytest.raises(RunFailed, match="rank 0 of 1 waited 900 s for the other ranks to add up gradients"):
         wait()
+
+
+def test_horovods_messages_are_few_in_all_however_gradients_are_divided() -> None:
+    names: list[str] = []
+    horovod = SimpleNamespace(grouped_allreduce_async_=lambda *_, name, **__: names.append(name), Sum=0)
+    whole = torch.zeros(1, device="meta").expand(2**21)  # 8 MiB
+    for elements in (2 * len(whole), 2**30):
+        sender = HorovodSender(Lease(horovod, 0, cuts=True), Group("data"), elements)  # type: ignore[arg-type]
+        names.clear()
+        sender.send(whole, 0)
+        sender.send(whole, len(whole))
+        assert len(names) == len(set(names)) == (4 if elements < 2**30 else 2)

@@ -195,6 +195,18 @@ def test_complex_gradients_stay_too() -> None:
     assert torch.equal(values, torch.view_as_real(model[0].grad).flatten())
 
 
+def test_conjugates_are_copied() -> None:
+    """Of a conjugate, PyTorch keeps the original and a mark."""
+    weight = nn.Parameter(torch.randn(60, dtype=torch.complex64))
+    reducer, _ = make(nn.ParameterList([weight]), apart=100)
+    factors = torch.randn(60, dtype=torch.complex64)
+    reducer.begin()
+    (weight.conj() * factors).real.sum().backward()
+    reducer.exchange()
+    torch.testing.assert_close(weight.grad, factors)
+    assert weight.grad is not None and not weight.grad.is_conj()
+
+
 @pytest.mark.parametrize("other", ["activation", "hook", "type"])
 def test_large_gradients_whose_memory_has_another_use_are_copied(other: str) -> None:
     weight = nn.Parameter(torch.ones(128, dtype=torch.float64 if other == "type" else torch.float32))
