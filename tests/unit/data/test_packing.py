@@ -310,6 +310,11 @@ class TestFolders:
         assert list(samples) == ["half", "y"] and samples["y"].dtype == np.int64
         assert np.array_equal(samples["y"], Y) and np.array_equal(samples["half"], Y / 2)
 
+    def test_columns_of_different_shapes_do_not_make_an_array(self, capsys: pytest.CaptureFixture[str]) -> None:
+        Path("a.json").write_text('{"x": [1, 2], "y": 3}\n')
+        said = refused(capsys, "a.json", "--kind", "json", "-o", "a.h5", "--field", "v=x,y")
+        assert "array 'v' is made of columns x, y, whose shapes differ" in said
+
     def test_lists_of_files_of_which_one_has_no_rows(self) -> None:
         import pyarrow
         from pyarrow import orc
