@@ -110,7 +110,7 @@ def gather(assigned: Columns, columns: Mapping[str, NDArray[Any]], begin: int) -
     for name, members in assigned.items():
         if len({columns[member].shape for member in members}) > 1:
             what = f"array {name!r} is made of columns {', '.join(members)}, whose shapes differ"
-            raise UserError(what, "put columns of one shape together, and the others into arrays of their own")
+            raise UserError(what, "put columns of one shape together, and the others into separate arrays")
         dtype = np.result_type(*(columns[member] for member in members))
         parts = [fit(member, columns[member], dtype, begin) for member in members]
         samples[name] = parts[0] if len(parts) == 1 else np.stack(parts, axis=1)
