@@ -135,11 +135,12 @@ def _srun(rank: int, host: str, how: str, order: int, ending: bool) -> Death:
     number = next((number for name, number in SRUN_SIGNALS.items() if how.startswith(name)), None)
     may_be_srun = number in (signal.SIGKILL, signal.SIGTERM)
     standing = Standing.KILLED if may_be_srun else Standing.REPORTED
-    if ending:
+    out_of_memory = how.startswith("Out Of Memory")
+    if ending and not out_of_memory:
         standing = Standing.SWEPT if may_be_srun else Standing.LATER
     code = re.match(r"Exited with exit code (\d+)", how)
     exit_code = int(code[1]) if code else None
-    return Death(rank, None, host, number, exit_code, how.startswith("Out Of Memory"), standing, order=order)
+    return Death(rank, None, host, number, exit_code, out_of_memory, standing, order=order)
 
 
 def _hydra(pid: int, host: str, code: int) -> Death:

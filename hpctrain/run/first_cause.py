@@ -60,13 +60,13 @@ class Standing(IntEnum):
     """A rank exited with 0 without a last word, as the launcher reports only other exit codes."""
     KILLED = auto()
     """A death that the launcher reports and may have caused, or that of a rank that never left a word."""
-    SWEPT = auto()
-    """A death noted by its node's agent when other processes of the job died there too, or one that the launcher
-    reports while it ends the job: the launcher has probably caused it."""
     CUT_OFF = auto()
     """The monitor could not reach a host, and its ranks left no last word."""
     ABORTED = auto()
     """A rank aborted by itself without saying why."""
+    SWEPT = auto()
+    """A death noted by its node's agent when other processes of the job died there too, or one that the launcher
+    reports while it ends the job: the launcher has probably caused it."""
     SEEN = auto()
     """The supervisor found that a process was gone, and the launcher did not react."""
     GONE = auto()

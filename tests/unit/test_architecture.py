@@ -70,7 +70,7 @@ TOKENS: dict[str, int] = {
     "track": 6454,
     "rank": 15652,
     "programs": 4775,
-    "launch": 50267,
+    "launch": 50273,
     "report": 11333,
     "callbacks": 916,
     "watch": 4669,

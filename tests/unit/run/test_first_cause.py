@@ -81,6 +81,11 @@ SRUN_OUT_OF_ORDER = (
     f"srun: error: n1: task 0: Exited with exit code 14\n{ENDING}"
     "srun: error: n2: task 3: Killed\nsrun: error: n1: task 1: Killed\nsrun: error: n2: task 2: Killed\n"
 )
+SRUN_ABORTED = f"srun: error: n2: task 3: Aborted\n{ENDING}srun: error: n1: task 1: Killed\n"
+SRUN_OUT_OF_MEMORY = (
+    f"srun: error: n1: task 1: Exited with exit code 14\n{ENDING}"
+    "srun: error: n1: task 0: Killed\nsrun: error: n2: task 3: Out Of Memory\n"
+)
 
 CASES = {
     "a program's rank that leaves with 0, and one that then loses it": Case(
@@ -148,6 +153,24 @@ CASES = {
     ),
     "a kill that is noted together with those who lost their peer": Case(
         1, "SIGKILL", [running(1), swept(1, -9, 1.0)], [running(0), swept(0, 14, 1.1), swept(2, -15, 1.2)]
+    ),
+    "an abort, for which srun kills the ranks of another node": Case(
+        3,
+        "SIGABRT",
+        [running(3, "n2"), deaths(SRUN_ABORTED)[0]],
+        [running(1), swept(1, -9, 1.1), deaths(SRUN_ABORTED)[1], noted(3, -6, 1.0)],
+    ),
+    "a rank without memory, reported after a victim and one that srun kills": Case(
+        3,
+        "out of memory",
+        [running(3, "n2"), deaths(SRUN_OUT_OF_MEMORY)[2]],
+        [running(0), running(1), *deaths(SRUN_OUT_OF_MEMORY)[:2]],
+    ),
+    "a host that is cut off, for which srun kills the others": Case(
+        Standing.CUT_OFF,
+        "CUT_OFF",
+        [found(Standing.CUT_OFF, Code.VANISHED), running(3, "n2")],
+        [running(1), swept(1, -9, 1.1), deaths(SRUN_ABORTED)[1]],
     ),
     "a rank that leaves with 0, noted together with one that srun kills": Case(
         1,
