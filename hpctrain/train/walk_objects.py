@@ -16,6 +16,7 @@ MOST_ITEMS = 1000
 """Longest container that is searched: anything longer is data."""
 FRAMEWORKS = frozenset({"torch", "tensorflow", "keras", "numpy", __name__.partition(".")[0]})
 """Libraries whose objects are never searched, wherever they are installed."""
+LIBRARIES = FRAMEWORKS | sys.stdlib_module_names
 Held = Iterator[tuple[str, Any]]
 """Pairs of a name and a value."""
 
@@ -165,11 +166,12 @@ def put_plain(
 
 
 def package_of(value: Any) -> str:
-    """Top-level package of a function, a class, or an object's class."""
+    """Top-level package of a function, a class, or an object's class, from which a framework may derive another."""
     while isinstance(value, (functools.partial, types.MethodType)):
         value = value.func if isinstance(value, functools.partial) else value.__self__
-    owner = value if isinstance(value, (types.FunctionType, type)) else type(value)
-    return str(owner.__module__).partition(".")[0]
+    owners = (value,) if isinstance(value, (types.FunctionType, type)) else type(value).__mro__
+    packages = [str(owner.__module__).partition(".")[0] for owner in owners]
+    return next((one for one in packages if one not in LIBRARIES), packages[0])
 
 
 def is_own(value: Any, home: str) -> bool:
@@ -180,7 +182,7 @@ def is_own(value: Any, home: str) -> bool:
 @functools.cache
 def is_users(package: str, home: str) -> bool:
     """Whether a package is the user's."""
-    if package in sys.stdlib_module_names or package in FRAMEWORKS:
+    if package in LIBRARIES:
         return False
     module = sys.modules.get(package)
     place = PurePath(str(vars(module).get("__file__") or "")) if module else PurePath()

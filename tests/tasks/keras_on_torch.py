@@ -36,15 +36,21 @@ sys.meta_path.insert(0, NoTensorFlow())  # type: ignore[arg-type]
 
 import keras  # noqa: E402
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 from keras import layers  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
 
 from hpctrain import KerasTask, fit  # noqa: E402
+from hpctrain.backends.torch.device import Compute  # noqa: E402
+from hpctrain.backends.torch.graph_export import export_graph  # noqa: E402
 from hpctrain.backends.torch.keras.keras_adapter import on_torch  # noqa: E402
+from hpctrain.backends.torch.strategies.fsdp.sharded_model import ShardGroups, shard_model  # noqa: E402
+from hpctrain.backends.torch.strategies.partition import uncut  # noqa: E402
 from hpctrain.checkpoint.initial import load_initial  # noqa: E402
 from hpctrain.checkpoint.initial_match import WeightSource  # noqa: E402
 from hpctrain.cli import main as command  # noqa: E402
 from hpctrain.comm.world import alone  # noqa: E402
-from hpctrain.config.sections import Config, DataConfig, ScheduleConfig, TrainConfig  # noqa: E402
+from hpctrain.config.sections import Config, DataConfig, ParallelConfig, ScheduleConfig, TrainConfig  # noqa: E402
 from hpctrain.errors import UserError  # noqa: E402
 from hpctrain.rank.problem import make_problem  # noqa: E402
 from hpctrain.rank.wiring import make_framework, make_trainer  # noqa: E402
@@ -208,7 +214,19 @@ def files(folder: Path) -> dict[str, float]:
         **{name: float(np.abs(one - end.outputs).max()) for name, one in outputs.items()},
         "averages": float(max(averages)),
         "left": len(match.missing + match.unexpected),
+        "graph": graph(folder),
     }
+
+
+def graph(folder: Path) -> float:
+    """Difference of outputs between a model and its graph, of which the samples' other arrays are no inputs."""
+    model, forward = compiled("sample weights")[0], lambda model, batch: model(batch["x"])
+    own = on_torch(KerasTask(model, "mse", keras.optimizers.Adam(), data(), forward=forward), "fp32", data)
+    torch.save({name: value.detach() / 2 for name, value in own.model.state_dict().items()}, folder / "weights.pt")
+    export_graph(own, folder / "weights.pt", data(), folder / "out.pt2")
+    outputs = own.model.keras_model(data()["x"])
+    again = torch.export.load(folder / "out.pt2").module()(torch.from_numpy(data()["x"]))
+    return float((outputs - again).abs().max())
 
 
 class End(BaseHook):
@@ -234,12 +252,31 @@ def require_refusals() -> None:
             raise AssertionError(f"not refused: {what}")
 
 
+def require_gathered() -> None:
+    """Asserts that a weight that is used outside its layer, whose memory is free again, is an error."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    given = keras.Input((8,))
+    layer = layers.Dense(8)
+    model = keras.Model(given, layers.Dense(8)(layer(given)))
+    own = on_torch(KerasTask(model, "mse", keras.optimizers.Adam(), data()), "fp32", data)
+    groups = ShardGroups(alone().data, alone().data, 0, 1, DeviceMesh("cpu", [0]))
+    shard_model(own.model, uncut(), groups, Compute(torch.device("cpu")), ParallelConfig(shard="parameters"))
+    batch = {"x": torch.from_numpy(data()["x"])}
+    try:
+        own.model(batch, lambda model, batch: model(batch["x"]) @ layer.kernel.value)
+    except RuntimeError as error:
+        assert "DTensor" in str(error), error
+    else:
+        raise AssertionError("not refused")
+
+
 def main() -> None:
     """Prints what all cases give."""
     if sys.argv[1:] and Path(sys.argv[1]).is_dir():
         print(json.dumps(files(Path(sys.argv[1]))))
         return
     require_refusals()
+    require_gathered()
     found: dict[str, Any] = {}
     for case in sys.argv[1:] or CASES:
         (ours, our_metrics), (theirs, metrics) = by_hpctrain(case), by_keras(case)

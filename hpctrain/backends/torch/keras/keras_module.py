@@ -74,7 +74,9 @@ class KerasLayer(KerasPart):
             return self.call(*args, **kwargs)
         # FSDP2 replaces inputs by others, which lack their masks.
         masks = [keras.src.backend.get_keras_mask(one) for one in keras.tree.flatten((args, kwargs))]
-        return self(self.call, args, kwargs, masks)[0]
+        outputs = self(self.call, args, kwargs, masks)[0]
+        self.follow()  # what was gathered may have no memory any more
+        return outputs
 
     def forward(self, call: Callable[..., Any], args: Any, kwargs: Any, masks: Any = ()) -> Any:
         """Also returns all that depends on weights and is added to the loss: FSDP2 gathers a layer for the backward
@@ -142,6 +144,7 @@ class KerasModule(KerasPart):
         for layer in model._flatten_layers():
             layer._modules.pop("_torch_params", None)  # it would keep the whole model alive, whatever a plan does
         self.register_state_dict_post_hook(rename)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(renamed)  # type: ignore[no-untyped-call]
         self.trained = self.trainable()
         self.follow()
 
@@ -199,7 +202,7 @@ class KerasModule(KerasPart):
         for layer in self.layers:
             layer.begin()
         with torch.autocast(next(iter(batch.values())).device.type, enabled=False):
-            outputs = mode(dict(batch), training=self.training)
+            outputs = mode(batch, training=self.training)
             losses = [one for layer in model._flatten_layers() for one in layer._get_own_losses()]
             losses += [one for layer in self.layers for one in layer.end()] + self.penalties()
             self.penalty = sum(one.float() if one.dtype.itemsize < 4 else one for one in losses)
@@ -222,3 +225,11 @@ def rename(module: Module, state: dict[str, Any], prefix: str, *ignored: Any) ->
     """Gives the values of a state dict the names of the variables."""
     for key in [key for key in state if key.startswith(f"{prefix}inside.")]:
         state[prefix + key.rpartition(".")[2]] = state.pop(key)
+
+
+def renamed(module: KerasModule, state: dict[str, Any], prefix: str, *ignored: Any) -> None:
+    """Undoes ``rename``."""
+    for inner, layer in zip(module.inside, module.layers, strict=True):
+        for name in layer.variables:
+            if prefix + name in state:
+                state[f"{prefix}inside.{inner}.{name}"] = state.pop(prefix + name)

@@ -26,6 +26,7 @@ from hpctrain.backends.torch.strategies.fsdp.layers import layers_of
 from hpctrain.backends.torch.strategies.fsdp.sharded_model import ShardGroups, shard_model
 from hpctrain.backends.torch.strategies.partition import uncut
 from hpctrain.backends.torch.strategies.row_shares import part_of_rows
+from hpctrain.backends.torch.task.task_state import TaskState
 from hpctrain.comm.group import Group
 from hpctrain.config.sections import ParallelConfig
 from hpctrain.errors import UserError
@@ -194,3 +195,20 @@ def test_layers_stay_whole_between_micro_batches(shard: Any, stays: bool, one_ra
         reducer.begin_pass(is_last, goes_on)
         outputs.sum().backward()
         assert isinstance(model[0].weight, DTensor) != (stays and goes_on)
+
+
+class Noisy(nn.Linear):
+    """Draws from a generator that it holds."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.random = torch.Generator()
+
+
+def test_what_layers_hold_is_saved_as_without_sharding(one_rank: ShardGroups) -> None:
+    """FSDP2 makes them objects of a class of PyTorch's."""
+    model = nn.Sequential(Noisy(), Noisy())
+    state = TaskState(torch.optim.SGD(model.parameters()), {}, model)
+    before = [one.name for one in state.tensors([], 0)]
+    shard_model(model, uncut(), one_rank, Compute(torch.device("cpu")), ParallelConfig(shard="parameters"))
+    assert before and [one.name for one in state.tensors([], 0)] == before
