@@ -60,7 +60,7 @@ TOKENS: dict[str, int] = {
     "config": 11657,
     "comm": 6104,
     "run": 26258,
-    "data": 37607,
+    "data": 37640,
     "reduce": 11924,
     "train": 14687,
     "tasks": 7527,

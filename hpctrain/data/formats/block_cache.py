@@ -20,7 +20,7 @@ Block = TypeVar("Block", bound=Sized)
 
 
 class BlockCache:
-    """The most recently used blocks, up to ``limit_bytes`` in total; thread-safe."""
+    """The most recently used blocks, up to ``limit_bytes`` in total, or a single larger one; thread-safe."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -35,11 +35,15 @@ class BlockCache:
             if kept is not None:
                 self.blocks.move_to_end(key)
                 return kept
+            self._shrink(0)  # a large one goes before the next is read
         block = read()
         with self.lock:
             if key not in self.blocks:
                 self.blocks[key] = block
                 self.num_bytes += block.nbytes
-            while self.num_bytes > self.limit_bytes:
-                self.num_bytes -= self.blocks.popitem(last=False)[1].nbytes
+            self._shrink(1)
         return block
+
+    def _shrink(self, least: int) -> None:
+        while self.num_bytes > self.limit_bytes and len(self.blocks) > least:
+            self.num_bytes -= self.blocks.popitem(last=False)[1].nbytes

@@ -104,6 +104,15 @@ def test_few_parts_are_in_memory_at_once_and_each_is_read_once(monkeypatch: pyte
     assert store.reads == len(store.counts) and most <= 2
 
 
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_part_that_is_larger_than_the_cache_is_not_read_again_for_each_batch(ragged: bool) -> None:
+    store = Store(20, 20)
+    dataset = store.open(ragged)
+    for begin in range(0, 40, 4):
+        assert dataset.read(np.arange(begin, begin + 4))["id"].tolist() == list(range(begin, begin + 4))
+    assert store.reads == 2 - ragged, "to decode rows, the first part was read when the table was opened"
+
+
 def test_parts_in_memory_take_no_descriptors(tmp_path: Path) -> None:
     from pyarrow import parquet
 
