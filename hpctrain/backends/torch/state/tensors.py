@@ -168,6 +168,8 @@ def require_same_layout(before: Layout, now: Layout) -> None:
 
 def added_keys(model: Module) -> dict[str, Any]:
     """What an override or a hook adds to ``state_dict``: neither parameters nor saved buffers nor extra state."""
+    if not any(map(may_add_keys, model.modules())):
+        return {}
     known = list(module_tensors(model))
     names = {name for name, _, _ in known}
     ends = {end for name in names for end in endings(name)}
@@ -179,6 +181,15 @@ def added_keys(model: Module) -> dict[str, Any]:
         return key in ends or not names.isdisjoint(endings(key)) or value.data_ptr() in memory
 
     return {key: value for key, value in model.state_dict().items() if not is_known(plain_name(key), value)}
+
+
+def may_add_keys(module: Module) -> bool:
+    """Whether ``state_dict`` must be asked: under FSDP2 that frees what this rank, and no other, has gathered."""
+    methods = type(module)
+    changed = (
+        methods.state_dict is not Module.state_dict or methods._save_to_state_dict is not Module._save_to_state_dict
+    )
+    return changed or bool(module._state_dict_hooks)
 
 
 def model_tensors(model: Module, equal: Container[str] = (), own: Partition | None = None) -> list[TorchTensor]:
