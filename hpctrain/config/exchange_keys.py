@@ -49,9 +49,6 @@ class ParallelConfig(Section, key="parallel"):
         if self.pipeline_chunks > 1 and self.pipeline == 1:
             what = f"parallel.pipeline_chunks is {self.pipeline_chunks}, and parallel.pipeline is 1"
             raise WrongValue("parallel.pipeline_chunks", what, "leave it out, or set parallel.pipeline to 2 or more")
-        if self.shard_within == "node" and self.pipeline > 1:
-            what = f"parallel.shard_within is node, and parallel.pipeline is {self.pipeline}: stages cannot have copies"
-            raise WrongValue("parallel.shard_within", what, "leave it out, or set parallel.pipeline to 1")
         given = {
             "shard_within": "node" if self.shard_within == "node" else "",
             "layers": ", ".join(self.layers),

@@ -185,13 +185,8 @@ def estimate(
 
     def shards(plan: Estimated) -> dict[str, MemoryEstimate]:
         found: dict[str, MemoryEstimate] = {}
-        has_copies = config.parallel.shard_within == "node"
         for word, feature in SHARDS.items():
-            if (
-                plan.data == 1
-                or (has_copies and plan.pipeline > 1)
-                or (tensor > 1 and clash({Feature.TENSOR: tensor, feature: True}))
-            ):
+            if plan.data == 1 or (tensor > 1 and clash({Feature.TENSOR: tensor, feature: True})):
                 continue
             try:
                 parallel = layout(config, tensor, plan.pipeline, shard=word)

@@ -112,12 +112,6 @@ def test_quoted_text_is_text(run_file: Path, text: str) -> None:
         ("data: {globl: 3}", "run.yaml:4: unknown key 'data.globl'", "configuration.md"),
         ("reduce: {compresion: fp16}", "run.yaml:4: unknown key 'reduce.compresion'", "reduce.compression"),
         ("sed: 3", "unknown key 'sed'", "seed"),
-        ("parallel: {pipeline_chunks: 2}", "parallel.pipeline_chunks is 2, and parallel.pipeline is 1", "leave it out"),
-        (
-            "parallel: {shard: parameters, shard_within: node, pipeline: 2}",
-            "parallel.shard_within is node, and parallel.pipeline is 2: stages cannot have copies",
-            "leave it out",
-        ),
         ("parallel: {shard_within: node}", "parallel.shard_within is node, and parallel.shard is none", "leave it out"),
         ("seed: null", "run.yaml:4: seed cannot be 'null'", "integer"),
         ("task_args: [1]", "run.yaml:4: task_args cannot be '[1]'", "mapping"),

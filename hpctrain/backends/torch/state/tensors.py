@@ -185,10 +185,8 @@ def added_keys(model: Module) -> dict[str, Any]:
 
 def may_add_keys(module: Module) -> bool:
     """Whether ``state_dict`` must be asked: under FSDP2 that frees what this rank, and no other, has gathered."""
-    methods = type(module)
-    changed = (
-        methods.state_dict is not Module.state_dict or methods._save_to_state_dict is not Module._save_to_state_dict
-    )
+    own = (module.state_dict, Module.state_dict), (module._save_to_state_dict, Module._save_to_state_dict)
+    changed = any(getattr(method, "__func__", None) is not usual for method, usual in own)
     return changed or bool(module._state_dict_hooks)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
+from hpctrain.backends.torch.state.tensors import added_keys
 from hpctrain.backends.torch.torch_framework import TorchFramework
 from hpctrain.checkpoint.store import CheckpointStore, compare_model, open_saver
 from hpctrain.cli import main
@@ -324,3 +325,16 @@ def test_a_tensor_that_cannot_be_filled_in_place_is_refused_in_a_sentence(what: 
 
     with pytest.raises(UserError, match=f"odd of the model .*{what}"):
         make_framework(alone(), model)
+
+
+def test_a_model_is_asked_for_its_state_dict_only_if_something_may_add_to_it() -> None:
+    """FSDP2 frees a rank's gathered layers when it is asked, and the other ranks would not gather them with it."""
+    model, asked = plain_model(), list[str]()
+    model.register_state_dict_pre_hook(lambda module, prefix, keep_vars: asked.append(prefix))
+    assert (added_keys(model), asked) == ({}, [])
+    model.register_state_dict_post_hook(lambda module, state, prefix, metadata: state.update(units="K"))
+    assert (added_keys(model), asked) == ({"units": "K"}, [""])
+    other = plain_model()
+    usual = other.state_dict
+    setattr(other, "state_dict", lambda: {**usual(), "units": "K"})  # noqa: B010
+    assert added_keys(other) == {"units": "K"}
