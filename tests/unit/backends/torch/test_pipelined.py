@@ -24,7 +24,7 @@ from hpctrain.backends.torch.strategies.exchange import HostExchange
 from hpctrain.backends.torch.strategies.partition import uncut
 from hpctrain.backends.torch.strategies.pipeline.pipeline_strategy import stages_of
 from hpctrain.backends.torch.strategies.pipeline.pipelined import Pipelined
-from hpctrain.backends.torch.strategies.pipeline.stage import Stage
+from hpctrain.backends.torch.strategies.pipeline.stage import Coming, Stage
 from hpctrain.backends.torch.strategies.pipeline.stage_state import StageState
 from hpctrain.backends.torch.strategies.pipeline.stages import StageModel, layers_of, staged
 from hpctrain.backends.torch.strategies.pipeline.tied import Tied
@@ -217,3 +217,16 @@ def test_tied_parameters_may_have_any_memory_order() -> None:
 
     for found in in_threads(2, on_a_rank):
         torch.testing.assert_close(found, (torch.arange(6.0) * 11).view(3, 2).t())
+
+
+def test_gradients_that_are_being_sent_stay_if_later_passes_add_to_those_of_parameters() -> None:
+    places, sent = nn.Parameter(torch.zeros(2, 3)), list[Tensor]()
+    messages: Any = SimpleNamespace(post=lambda values, rank, tag: sent.append(values))
+    stage = Stage(Placed("pipeline", 1, 2), CPU, exchange=messages)
+    for factor in (1.0, 2.0):
+        structure = {"tensor": ["torch.float32", [1, 2, 3], True]}
+        received = stage.receive(Coming([torch.zeros(1, 2, 3)], [], "", structure, [0]))
+        ((received.value + places[None]) * factor).sum().backward()
+        stage.send_gradients(received, 0)
+    assert places.grad is not None and places.grad.unique().tolist() == [3]
+    assert [one.unique().tolist() for one in sent] == [[1], [2]]

@@ -161,8 +161,8 @@ class Stage:
         """Sends gradients to the previous stage; zeros if the loss does not depend on its tensors."""
         rank, other = self.place(chunk, -1)
         found = received.gradients or [torch.zeros_like(tensor) for tensor in received.entered]
-        for gradient in found:
-            self.exchange.post(gradient, rank, GRADIENT + TAGS * other)
+        for gradient in found:  # a parameter's may have the same memory, and the next backward pass adds to it
+            self.exchange.post(gradient.clone(), rank, GRADIENT + TAGS * other)
 
     def begin_gradients(self, outputs: Sequence[Tensor], chunk: int) -> Coming:
         """Begins to receive the gradients of what a chunk sent to the next stage."""
