@@ -215,10 +215,10 @@ def export_keras_file(loaded: Loaded, output: Path, selection: Selection) -> Non
     if dataclasses.replace(selection, averaged=None) != Selection():
         fix = "leave out --trainable-only, --rename and --merge-lora: Keras itself merges adapters into such files"
         raise UserError("a file of Keras holds all weights of a model, by their places in it", fix)
-    task, data, recipe = saved_task(loaded)
+    task, data, recipe, precision = saved_task(loaded)
     if not isinstance(task, KerasTask):
         raise UserError("the task is not a Keras task", "export it to a .pt or .safetensors file")
-    task = with_weights(task, "fp32", data, recipe)
+    task = with_weights(task, precision, data, recipe)
     weights, _ = model_weights(loaded, selection)
     arrays = DerivedArrays({f"model/{name}": (weights, name) for name in weights})
     if isinstance(task, TorchTask):
@@ -238,7 +238,7 @@ def export_graph_of(loaded: Loaded, output: Path, selection: Selection) -> None:
     if dataclasses.replace(selection, averaged=None) != Selection():
         fix = "export to a .safetensors file, or without --trainable-only, --merge-lora and --rename"
         raise UserError("a graph holds the whole model as the task makes it", fix)
-    task, data, recipe = saved_task(loaded)
+    task, data, recipe, _ = saved_task(loaded)
     if not isinstance(task, TorchTask):
         raise UserError(
             "the task is not a PyTorch task", "export it to a .weights.h5 file, and the model by model.export"
@@ -251,8 +251,9 @@ def export_graph_of(loaded: Loaded, output: Path, selection: Selection) -> None:
         export_graph(task, Path(folder) / "weights.pt", batch, output)
 
 
-def saved_task(loaded: Loaded) -> tuple[Task, Dataset | Stream, Recipe]:
-    """Makes the task of the run that saved a checkpoint; returns it with its training data and how they are batched.
+def saved_task(loaded: Loaded) -> tuple[Task, Dataset | Stream, Recipe, str]:
+    """Makes the task of the run that saved a checkpoint; returns it with its training data, how they are batched, and
+    its precision.
 
     Raises UserError if the checkpoint does not name it, or the task cannot be made.
     """
@@ -272,7 +273,7 @@ def saved_task(loaded: Loaded) -> tuple[Task, Dataset | Stream, Recipe]:
         task = load_task(name, arguments, alone(), partial(seed_task, seed, precision, 0))
     data = open_training_data(task)
     task, recipe = with_input(task, data, seed)
-    return task, data, recipe
+    return task, data, recipe, precision
 
 
 def opened(path: str, step: int | str | None = None) -> AbstractContextManager[Loaded]:

@@ -161,6 +161,13 @@ def task(case: str) -> KerasTask:
     return KerasTask(model=model, fit_data=fit_data, train=data(), validation=data())
 
 
+def mixed() -> KerasTask:
+    """A task whose layers compute in the precision of the run."""
+    keras.config.set_floatx("float32")
+    model, samples = keras.Sequential([keras.Input((8,)), layers.Dense(1)]), data()
+    return KerasTask(model, "mse", keras.optimizers.SGD(0.1), {"x": samples["x"], "y": samples["z"]})
+
+
 def by_hpctrain(case: str, **settings: Any) -> tuple[keras.Model, dict[str, float]]:
     """The model after two epochs, and its metrics; with other settings of the run file."""
     own = TrainConfig(epochs=2, global_batch=BATCH, **settings)
@@ -210,12 +217,16 @@ def files(folder: Path) -> dict[str, float]:
     ]
     models = {"whole": keras.saving.load_model(whole), "initial": framework.keras_model}
     outputs = {name: model(data()["x"]).detach().numpy() for name, model in models.items()}
-    return {
+    found = {
         **{name: float(np.abs(one - end.outputs).max()) for name, one in outputs.items()},
         "averages": float(max(averages)),
         "left": len(match.missing + match.unexpected),
         "graph": graph(folder),
     }
+    half = TrainConfig(steps=1, global_batch=BATCH, precision="bf16")
+    name, run = "tests.tasks.keras_on_torch:mixed", str(folder / "half")
+    fit(Config(name="half", task=name, train=half, run_dir=run))
+    return found | {"half": command(["ckpt", "export", run, "-o", str(folder / "half.weights.h5")])}
 
 
 def graph(folder: Path) -> float:

@@ -77,7 +77,7 @@ TOKENS: dict[str, int] = {
     "doctor": 4483,
     "horovod_wheel": 4081,
     "bench": 8501,
-    "commands": 16997,
+    "commands": 17005,
     "cli": 1030,
     "__main__": 159,
     "__init__": 236,
