@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -184,6 +185,17 @@ def test_state_of_another_scheduler_is_refused(tmp_path: Path) -> None:
     del saved["groups"]
     with pytest.raises(UserError, match="does not fit StepLR"):
         hook(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3)).load_state_dict(saved)
+
+
+def test_a_scheduler_of_the_users_may_have_a_number_of_steps_and_go_on_after_it() -> None:
+    from hpctrain.backends.torch.state.lr_scheduler import SchedulerHook
+
+    class WarmUp(torch.optim.lr_scheduler.LambdaLR):
+        total_steps = 3
+
+    given = TorchScheduler(lambda optimizer: WarmUp(optimizer, lambda step: min(1, step / 3)))
+    training: Any = SimpleNamespace(plan=SimpleNamespace(total_steps=9))
+    SchedulerHook(given, torch.optim.SGD([torch.zeros(1)], lr=1.0)).before_fit(training)
 
 
 def test_the_reported_factor_is_that_of_the_last_update(tmp_path: Path) -> None:

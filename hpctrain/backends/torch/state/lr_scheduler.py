@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from hpctrain.errors import UserError
 from hpctrain.tasks.definition import TorchScheduler
@@ -56,9 +56,11 @@ class SchedulerHook(RateHook):
         return self.known[1]
 
     def before_fit(self, training: Training) -> None:
-        """Raises UserError if the scheduler, such as OneCycleLR, ends before the run does: its next step would fail."""
-        total, steps = getattr(self.scheduler, "total_steps", None), training.plan.total_steps
-        if self.given.every == "step" and total is not None and steps > total:
+        """Raises UserError if the scheduler ends before the run does: its next step would fail."""
+        if not isinstance(self.scheduler, OneCycleLR) or self.given.every != "step":
+            return
+        total, steps = self.scheduler.total_steps, training.plan.total_steps
+        if steps > total:
             raise UserError(
                 f"{type(self.scheduler).__name__} has total_steps={total}, and the run has {steps} steps",
                 f"make it with total_steps={steps}; a resumed run keeps the number of its checkpoint",
