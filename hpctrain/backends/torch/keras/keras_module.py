@@ -39,8 +39,14 @@ class KerasPart(Module):
         else:
             self.register_buffer(name, variable._value.data)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Gives a variable its tensor when FSDP2 gathers it, and when it frees that memory again."""
+        super().__setattr__(name, value)
+        if name in vars(self).get("variables", ()):
+            self.variables[name]._value = value
+
     def follow(self) -> None:
-        """Gives the variables the tensors that this module has now, which a device or a plan may replace."""
+        """Gives the variables the tensors that this module has now, which a device may replace."""
         for name, variable in self.variables.items():
             value = self._parameters[name] if name in self._parameters else self._buffers[name]
             if variable._value is not value:
@@ -74,14 +80,11 @@ class KerasLayer(KerasPart):
             return self.call(*args, **kwargs)
         # FSDP2 replaces inputs by others, which lack their masks.
         masks = [keras.src.backend.get_keras_mask(one) for one in keras.tree.flatten((args, kwargs))]
-        outputs = self(self.call, args, kwargs, masks)[0]
-        self.follow()  # what was gathered may have no memory any more
-        return outputs
+        return self(self.call, args, kwargs, masks)[0]
 
     def forward(self, call: Callable[..., Any], args: Any, kwargs: Any, masks: Any = ()) -> Any:
         """Also returns all that depends on weights and is added to the loss: FSDP2 gathers a layer for the backward
         pass of its outputs."""
-        self.follow()
         for one, mask in zip(keras.tree.flatten((args, kwargs)), masks, strict=False):
             if mask is not None:
                 keras.src.backend.set_keras_mask(one, mask)
