@@ -163,7 +163,24 @@ class NoReducer(WithNorm):
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
             elif parameter.grad.is_sparse:
                 parameter.grad = densify(name, parameter.grad, self.sparse)
+        self.separate()
         self.tables.exchange()
+
+    def begin_pass(self, is_last: bool, goes_on: bool = False) -> None:
+        """See Reducer."""
+        super().begin_pass(is_last, goes_on)
+        self.separate()
+
+    def separate(self) -> None:
+        """Gives each gradient its own memory. Autograd may give the same to several parameters (``a[None] + b[None]``),
+        and what is added to one, or scales it, would change the others."""
+        known = set[int]()
+        for parameter in self.parameters:
+            if (gradient := parameter.grad) is not None and not gradient.is_sparse:
+                place = gradient.data_ptr()
+                if place in known:
+                    parameter.grad = gradient.clone()
+                known.add(place)
 
     def gradients(self) -> list[torch.Tensor]:
         dense = [parameter.grad for parameter in self.parameters if parameter.grad is not None]

@@ -62,11 +62,10 @@ class Live:
 
     def backward(self, name: str, score: Any, samples: int, retain_graph: bool) -> None:
         self.clock.mark(Phase.FORWARD)
-        trained = self.setting.trained[name]
+        trained, reducer = self.setting.trained[name], self.exchanges.of[name]
         if name not in self.passes:
-            reducer = self.exchanges.of[name]
             self.passes[name] = Passes(reducer, trained.rule.scale, self.global_samples)
-            reducer.begin_pass(is_last=False)  # which pass is the last is known only at the update
+        reducer.begin_pass(is_last=False)  # which pass is the last is known only at the update
         run = functools.partial(differentiate, trainable(trained.parameters), retain_graph or None)
         with self.setting.compute.autocast(enabled=False):
             self.passes[name].add(score, samples, run)

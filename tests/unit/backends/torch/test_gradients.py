@@ -222,6 +222,20 @@ def test_large_gradients_whose_memory_has_another_use_are_copied(other: str) -> 
     assert torch.equal(recorder.flat[:128].to(weight.dtype), weight.grad)
 
 
+def test_one_rank_adds_and_scales_gradients_apart_that_autograd_has_in_the_same_memory() -> None:
+    one, two = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+    reducer = NoReducer([("one", one), ("two", two)])
+    for passes in (1, 2):
+        reducer.begin()
+        for number in range(passes):
+            reducer.begin_pass(number == passes - 1)
+            (one[None] + two[None]).sin().sum().backward()
+        reducer.exchange()
+        torch._foreach_mul_(reducer.gradients(), 0.5)
+        assert one.grad is not None and two.grad is not None
+        assert one.grad.tolist() == two.grad.tolist() == [passes / 2] * 3
+
+
 @pytest.mark.parametrize("cleared", [True, False])
 def test_several_backward_passes_add_up(cleared: bool) -> None:
     model = network()
