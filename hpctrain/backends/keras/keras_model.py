@@ -69,7 +69,6 @@ class InMode(keras.Layer):
     def __init__(self, function: Callable[[Any], Any]) -> None:
         super().__init__(dtype="float32", autocast=False)
         self.function = function
-        self._allow_non_tensor_positional_args = True  # a batch may note what is read, and Keras knows plain dicts only
 
     def call(self, batch: Any, training: bool | None = None) -> Any:
         """Calls the function on the batch."""

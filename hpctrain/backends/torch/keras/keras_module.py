@@ -205,7 +205,7 @@ class KerasModule(KerasPart):
         for layer in self.layers:
             layer.begin()
         with torch.autocast(next(iter(batch.values())).device.type, enabled=False):
-            outputs = mode(batch, training=self.training)
+            outputs = mode(dict(batch), training=self.training)
             losses = [one for layer in model._flatten_layers() for one in layer._get_own_losses()]
             losses += [one for layer in self.layers for one in layer.end()] + self.penalties()
             self.penalty = sum(one.float() if one.dtype.itemsize < 4 else one for one in losses)
