@@ -269,6 +269,21 @@ def require_gathered() -> None:
         raise AssertionError("not refused")
 
 
+def require_apart() -> None:
+    """Asserts that a Keras model that forward finds by another name is not saved a second time."""
+    name, case, own = (
+        "tests.tasks.keras_on_torch:task",
+        {"case": "sample weights"},
+        TrainConfig(steps=1, global_batch=BATCH),
+    )
+    config = Config(name="test", task=name, task_args=case, train=own)
+    given = make_problem(config, alone()).task
+    model = given.model.hidden[0]
+    given = replace(given, forward=lambda module, batch: module(batch, lambda *_: model(batch["x"])))
+    framework = make_framework(config, alone(), given, IntervalClock())
+    assert framework.source.task_state.modules_of_functions() == []
+
+
 def main() -> None:
     """Prints what all cases give."""
     if sys.argv[1:] and Path(sys.argv[1]).is_dir():
@@ -276,6 +291,7 @@ def main() -> None:
         return
     require_refusals()
     require_gathered()
+    require_apart()
     found: dict[str, Any] = {}
     for case in sys.argv[1:] or CASES:
         (ours, our_metrics), (theirs, metrics) = by_hpctrain(case), by_keras(case)

@@ -174,6 +174,11 @@ class KerasModule(KerasPart):
         return [holder.variables[name].trainable for name, holder in self.holders.items()]
 
     @property
+    def without_tensors(self) -> list[keras.Layer]:
+        """Modules that compute with the tensors of this one: what a task holds of them is no state of its own."""
+        return list(self.hidden[0]._flatten_layers())
+
+    @property
     def keras_model(self) -> keras.Model:
         """The model, with the tensors that this module has now. Raises UserError if these are rows of whole ones."""
         if isinstance(self, FSDPModule):

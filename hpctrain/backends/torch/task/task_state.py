@@ -92,7 +92,7 @@ class TaskState:
         self.roots = [Root("optimizer", optimizer, Placement.REPLICATED), *own, Root("model", model, Placement.RANK)]
         self.model = model
         self.names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
-        self.modules = {id(module) for module in model.modules()}
+        self.modules = {id(module) for module in (*model.modules(), *getattr(model, "without_tensors", ()))}
         self.apart = {id(each) for each in apart}
         self.extra_state = extra_states("model", "", model)
         self.signs: dict[str, str] = {}
