@@ -175,7 +175,7 @@ class KerasModule(KerasPart):
 
     @property
     def without_tensors(self) -> list[keras.Layer]:
-        """Modules that compute with the tensors of this one: what a task holds of them is no state of its own."""
+        """Modules that compute with the tensors of this one, which are saved and moved with it."""
         return list(self.hidden[0]._flatten_layers())
 
     @property
