@@ -72,4 +72,5 @@ def unpack(folder: Path) -> None:
     """Writes the run folders of all archives below a folder."""
     for archive in sorted(ARCHIVES.glob("*.tar.xz")):
         with tarfile.open(archive) as tar:
-            tar.extractall(folder, filter="data")
+            tar.extraction_filter = getattr(tarfile, "data_filter", None)  # Python below 3.11.4 lacks it
+            tar.extractall(folder)

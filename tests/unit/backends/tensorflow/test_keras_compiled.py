@@ -201,11 +201,14 @@ def test_the_loss_scale_that_compile_adds_for_fp16_is_the_runs() -> None:
 
 
 def test_a_loss_object_is_refused_where_a_mask_would_weigh_samples() -> None:
-    inputs = keras.Input((5,), dtype="int64")
-    hidden = layers.LSTM(4, return_sequences=True)(layers.Embedding(7, 3, mask_zero=True)(inputs))
-    model = keras.Model(inputs, layers.Dense(7)(hidden))
     ids = np.random.default_rng(0).integers(0, 7, (40, 5))
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    task = KerasTask(model, loss, keras.optimizers.SGD(0.1), {"x": ids, "y": ids})
+
+    def make() -> KerasTask:
+        inputs = keras.Input((5,), dtype="int64")
+        hidden = layers.LSTM(4, return_sequences=True)(layers.Embedding(7, 3, mask_zero=True)(inputs))
+        model = keras.Model(inputs, layers.Dense(7)(hidden))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        return KerasTask(model, loss, keras.optimizers.SGD(0.1), {"x": ids, "y": ids})
+
     with pytest.raises(UserError, match="the outputs carry a mask"):
-        framework_of(lambda: task, alone()).dry_call({"x": ids[:8], "y": ids[:8]})
+        framework_of(make, alone()).dry_call({"x": ids[:8], "y": ids[:8]})
