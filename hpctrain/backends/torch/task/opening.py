@@ -38,10 +38,11 @@ from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strat
 from hpctrain.backends.torch.strategies.tensor import has_dropout, tilings
 from hpctrain.backends.torch.task.carried import carried_by
 from hpctrain.backends.torch.task.checks import model_features, require_trainable
+from hpctrain.backends.torch.task.extra_state import require_restorable
 from hpctrain.backends.torch.task.gradient_hooks import require_linear_hooks
 from hpctrain.backends.torch.task.shares import whole_model
 from hpctrain.backends.torch.task.sync_batchnorm import SyncBatchNorm, wants_joint_statistics
-from hpctrain.backends.torch.task.task_state import TaskState, require_restorable
+from hpctrain.backends.torch.task.task_state import TaskState
 from hpctrain.backends.torch.torch_framework import TorchEvaluator, TorchFramework
 from hpctrain.backends.torch.torch_metrics import TorchMetricMeter, of_torchmetrics
 from hpctrain.backends.update import rule_of

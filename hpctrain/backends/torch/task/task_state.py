@@ -19,10 +19,10 @@ from torch.optim import SGD, Optimizer
 
 from hpctrain.backends.named_state import load_tensors, plain_name, refuse_unplaced
 from hpctrain.backends.torch.state.optimizer import OptimizerPart
-from hpctrain.backends.torch.state.tensors import ADDED_KEYS, TorchTensor, added_keys, digest, module_tensors
+from hpctrain.backends.torch.state.tensors import TorchTensor, added_keys, digest, module_tensors
 from hpctrain.backends.torch.state.torch_leaves import TorchLeaves
+from hpctrain.backends.torch.task.extra_state import ADDED, AddedKeys, extra_states, extra_tensors
 from hpctrain.errors import UserError
-from hpctrain.system.user_errors import words
 from hpctrain.train.seeds import derive
 from hpctrain.train.state import Placement, StateTensor
 from hpctrain.train.stateful import Stateful, value_of
@@ -343,67 +343,6 @@ def saves_itself(value: Any) -> bool:
         return kind.state_dict is not Optimizer.state_dict and kind.load_state_dict is not Optimizer.load_state_dict
     # The first two questions are quick, and this is asked of whatever a model holds.
     return hasattr(value, "state_dict") and not isinstance(value, (Module, type)) and isinstance(value, Stateful)
-
-
-def extra_states(root: str, path: str, module: Module) -> list[tuple[str, Module]]:
-    """Modules within one that have extra state, with its name. Raises UserError if it cannot be restored."""
-    found = [
-        (plain_name(".".join(filter(None, (path, name)))) or "itself", each)
-        for name, each in module.named_modules()
-        if type(each).get_extra_state is not Module.get_extra_state
-    ]
-    mute = [type(each).__name__ for _, each in found if type(each).set_extra_state is Module.set_extra_state]
-    if mute:
-        raise UserError(
-            f"{mute[0]} has get_extra_state and no set_extra_state, so its state could not be restored",
-            "give it both",
-        )
-    return [(f"held/{root}/extra/{name}", each) for name, each in found]
-
-
-ADDED = f"held/model/extra/{ADDED_KEYS}"
-
-
-@dataclass(frozen=True)
-class AddedKeys:
-    """What a model adds to its ``state_dict``, as extra state."""
-
-    model: Module
-
-    def get_extra_state(self) -> Any:
-        return added_keys(self.model)
-
-    def set_extra_state(self, saved: Any) -> None:
-        self.model.load_state_dict({**self.model.state_dict(), **saved})
-
-
-def require_restorable(model: Module) -> None:
-    """Raises UserError if a model adds keys to ``state_dict`` that its ``load_state_dict`` cannot restore."""
-    added = AddedKeys(model)
-    if not (keys := added_keys(model)):
-        return
-    before = digest(list(model.parameters()))
-    try:
-        added.set_extra_state(keys)
-        problem = "changes parameters" if digest(list(model.parameters())) != before else ""
-    except Exception as error:  # from the user's code
-        problem = f"fails: {words(error)}"
-    if problem:
-        raise UserError(
-            f"state_dict of the model adds {min(keys)}, and load_state_dict with what state_dict returned {problem}",
-            "make it a buffer, or give its module get_extra_state and set_extra_state",
-        )
-
-
-def extra_tensors(modules: Iterable[tuple[str, Any]], leaves: Leaves) -> list[StateTensor]:
-    """The extra state of modules."""
-    return [
-        tensor
-        for name, module in modules
-        for tensor in tree_tensors(
-            name, module.get_extra_state(), Placement.RANK, leaves, f"the extra state of {type(module).__name__}"
-        )
-    ]
 
 
 def below(name: str, arrays: Mapping[str, NDArray[Any]], taken: set[str]) -> dict[str, NDArray[Any]]:
