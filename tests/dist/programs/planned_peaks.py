@@ -26,6 +26,7 @@ from hpctrain.train.clock import IntervalClock
 from tests.support.live_tensors import Live
 from tests.tasks import weighed_tasks
 
+ACCUMULATE = "train.accumulate"
 PLANS: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "whole": {},
@@ -33,6 +34,8 @@ PLANS: dict[int, dict[str, dict[str, Any]]] = {
         "gradients": {"shard": "gradients"},
         "parameters": {"shard": "parameters"},
         "offload": {"shard": "parameters", "offload": True},
+        "gradients in 4": {"shard": "gradients", ACCUMULATE: 4},
+        "parameters in 4": {"shard": "parameters", ACCUMULATE: 4},
         "tensor": {"tensor": 2},
         "sequence": {"tensor": 2, "sequence": True},
         "pipeline": {"pipeline": 2},
@@ -46,19 +49,21 @@ PLANS: dict[int, dict[str, dict[str, Any]]] = {
         "pipeline": {"pipeline": 4},
         "parameters": {"shard": "parameters"},
         "pipeline 2 x parameters": {"pipeline": 2, "shard": "parameters"},
+        "pipeline 2 x gradients": {"pipeline": 2, "shard": "gradients"},
     },
 }
 
 
 def config_of(task: str, parallel: dict[str, Any]) -> Config:
     """The run file."""
-    accumulate = 4 if "pipeline" in parallel else 1
+    keys = dict(parallel)
+    accumulate = keys.pop(ACCUMULATE, 4 if "pipeline" in parallel else 1)
     train = TrainConfig(steps=1, global_batch=weighed_tasks.SAMPLES, accumulate=accumulate)
     return Config(
         name="peaks",
         task=f"tests.tasks.weighed_tasks:{task}",
         train=train,
-        parallel=ParallelConfig(**parallel),
+        parallel=ParallelConfig(**keys),
         reduce=ReduceConfig(kind="mpi"),
     )
 

@@ -33,8 +33,8 @@ def weighed(framework: TorchFramework, micro_batches: int) -> MemoryEstimate:
         return found
     compute = gathering(framework.model, framework.parts.compute)
     every = list(framework.model.parameters())
-    gathered, unsummed = at_a_time(every, partition.layers, compute, micro_batches, partition.keeps)
-    parameters, gradients = found.parameters + gathered, found.gradients + unsummed
+    gathered, new, waiting = at_a_time(every, partition.layers, compute, micro_batches, partition.keeps)
+    parameters, gradients = found.parameters + gathered, max(found.gradients, waiting) + new
     return dataclasses.replace(found, parameters=parameters, gradients=gradients)
 
 

@@ -52,13 +52,17 @@ def test_sharded_parameters_leave_a_rank_its_rows_and_a_layer() -> None:
     from hpctrain.backends.torch.strategies.fsdp.fsdp_memory import in_rows
 
     model = dataclasses.replace(WHOLE, averages=100)
-    for gathered, unsummed in ((30, 30), (30, 100), (100, 30)):
-        rows = in_rows(model, 0.25, gathered, unsummed)
+    for gathered, new in ((30, 30), (30, 100), (100, 30)):
+        rows = in_rows(model, 0.25, gathered, new)
         found = (rows.parameters, rows.gradients, rows.optimizer, rows.averages)
-        assert found == (25 + gathered, 25 + unsummed, 50, 25)
+        assert found == (25 + gathered, 25 + new, 50, 25)
         assert (rows.activations, rows.checkpoint) == (model.activations, model.checkpoint)
         assert rows.late_gradients == rows.gradients
-    assert in_rows(model, 0.25, 30, 100, accumulates=True).late_gradients == 25
+    # Gradients that wait for the last micro-batch are no late ones; rows are made as they are freed.
+    waiting = in_rows(model, 0.25, 30, 40, 100, accumulates=True)
+    assert (waiting.gradients, waiting.late_gradients) == (140, 40)
+    on_host = in_rows(model, 0.25, 30, 40, 100, accumulates=True, offloads=True)
+    assert (on_host.gradients, on_host.offloaded) == (165, 125)
     assert ParallelLayout(2, 4, "parameters").keys == "parallel: {tensor: 2, shard: parameters}"
 
 
@@ -153,8 +157,11 @@ def test_a_model_is_weighed_as_it_would_be_cut(tmp_path: Path, capsys: pytest.Ca
         assert 0 < slots < 200, "AdamW has two values for each element, and a count of steps for each tensor"
         assert one["gradients"] == one["parameters"]
     row = 3 * 16 * 8 * 2
-    for held in ("parameters", "optimizer", "gradients"):
+    for held in ("parameters", "optimizer"):
         assert plans[1, "gradients"][held] == plans[1, "parameters"][held], "two blocks, which are gathered at a time"
+    new = plans[1, "parameters"]["gradients"] - whole["gradients"]
+    assert new == whole["gradients"], "two blocks, whose gradients are made while those of earlier passes wait"
+    assert abs(plans[1, "gradients"]["gradients"] - new - whole["gradients"] / 8) < row, "summed after each pass"
     assert abs(plans[1, "optimizer"]["optimizer"] - whole["optimizer"] / 8) < row, "to half a row at either end"
     assert abs(plans[2, "optimizer"]["optimizer"] - half["optimizer"] / 4) < row
     block = 8 * (12 * 16 * 16 + 13 * 16)
@@ -218,7 +225,7 @@ def test_host_and_device_are_counted_apart(tmp_path: Path, capsys: pytest.Captur
     """With named layers, which are gathered one by one."""
     run = tmp_path / "run.yaml"
     run.write_text(RUN)
-    words = ["plan", str(run), "-n", "4", "--parallel.shard", "parameters"]
+    words = ["plan", str(run), "-n", "4", "--parallel.shard", "parameters", "--train.accumulate", "1"]
 
     def own(*more: str) -> Any:
         assert main([*words, "--json", *more]) == 0

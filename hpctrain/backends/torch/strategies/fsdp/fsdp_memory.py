@@ -31,20 +31,20 @@ def estimate(feature: Feature, model: Estimated) -> MemoryEstimate:
     layers = layers_of(model.framework.model, model.parallel.layers)
     compute = gathering(model.framework.model, model.framework.parts.compute)
     sizes = at_a_time(every, layers, compute, model.micro_batches, keeps)
-    found = in_rows(model.whole, held / max(total, 1), *sizes, model.micro_batches > 1, keeps)
-    offloaded = sum(found.parts.values()) - sum(sizes) if model.parallel.offload else 0
-    return dataclasses.replace(found, offloaded=offloaded)
+    return in_rows(model.whole, held / max(total, 1), *sizes, model.micro_batches > 1, keeps, model.parallel.offload)
 
 
 def at_a_time(
     every: Sequence[Parameter], layers: Sequence[Module], compute: Compute, micro_batches: int, keeps: bool
-) -> tuple[int, int]:
-    """Bytes of parameters, and of gradients, that a rank has whole at a time; arguments as for ``in_rows``.
+) -> tuple[int, int, int]:
+    """Bytes of parameters, and of new and waiting gradients, that a rank has whole at a time; see ``in_rows``.
 
     Args:
         every: parameters of the rank's layers.
         layers: those of the model; others than the rank's count as empty.
-        compute, micro_batches, keeps: as for ``in_rows``.
+        compute: the rank's precision.
+        micro_batches: micro-batches per update.
+        keeps: as for ``in_rows``.
     """
     known = {id(one) for one in every}
     total = sum(one.nbytes for one in every)
@@ -52,11 +52,18 @@ def at_a_time(
     narrow = 1 if compute.low_precision is None else 2
     few = (total - sum(sizes[:-2])) // narrow
     trained = sum(one.numel() * max(one.itemsize, 4) for one in every if one.requires_grad)
-    return total // narrow if keeps else few, trained if micro_batches > 1 and not keeps else few
+    return total // narrow if keeps else few, few, trained if micro_batches > 1 and not keeps else 0
 
 
 def in_rows(
-    whole: MemoryEstimate, share: float, gathered: int, unsummed: int, accumulates: bool = False, keeps: bool = False
+    whole: MemoryEstimate,
+    share: float,
+    gathered: int,
+    new: int,
+    waiting: int = 0,
+    accumulates: bool = False,
+    keeps: bool = False,
+    offloads: bool = False,
 ) -> MemoryEstimate:
     """The estimate for a model whose parameters are sharded.
 
@@ -64,14 +71,20 @@ def in_rows(
         whole: estimate without sharding.
         share: largest fraction of the state that a rank has.
         gathered: bytes of parameters that are gathered at a time: those outside layers, of one layer, and of the next.
-        unsummed: bytes of whole gradients: of as many layers, or of all until an update's last micro-batch.
+        new: bytes of the whole gradients of as many layers, which backward passes make.
+        waiting: bytes of whole gradients that wait for an update's last micro-batch, which makes rows of them.
         accumulates: whether gradients exist in forward passes, too.
         keeps: whether layers stay whole until the last backward pass, which frees them and makes rows of gradients.
+        offloads: whether rows are in host memory.
     """
     rows = whole.scaled(parameters=share, gradients=share, optimizer=share, averages=share)
-    parameters, gradients = rows.parameters + gathered, rows.gradients + unsummed
-    late = rows.gradients if accumulates else gradients
-    freed = min(gathered, rows.gradients) if keeps and not accumulates else 0
+    summed = rows.gradients + waiting if offloads else max(rows.gradients, waiting)
     return dataclasses.replace(
-        rows, parameters=parameters, gradients=gradients, late_gradients=late, copies=0, freed=freed
+        rows,
+        parameters=rows.parameters + gathered,
+        gradients=summed + new,
+        late_gradients=new if accumulates else summed + new,
+        copies=0,
+        freed=min(gathered, rows.gradients) if keeps and not accumulates else 0,
+        offloaded=sum(rows.parts.values()) if offloads else 0,
     )
