@@ -64,7 +64,7 @@ TOKENS: dict[str, int] = {
     "reduce": 11924,
     "train": 14687,
     "tasks": 7527,
-    "backends": 127692,
+    "backends": 127706,
     "checkpoint": 51002,
     "monitor": 32316,
     "track": 6454,
