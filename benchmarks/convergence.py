@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -14,13 +15,13 @@ from typing import Any
 from benchmarks.program import start
 from hpctrain.bench.ranks import on_ranks
 from hpctrain.errors import ExitCode, UserError
+from hpctrain.report import drawing
 from hpctrain.system import foreign_text
 
 PROGRAM = "benchmarks.torch_convergence"
 LOCAL = {"kind": "local", "after_steps": "warm_up"}
 DILOCO = {"every_steps": 32, "outer_lr": 0.7, "outer_momentum": 0.9}
 EVERY, APART, FROM_APART = "every step", "isolated", "isolated after warm-up"
-ACROSS = (0, 1, "updates"), (2, 1e-6, "MB sent by a rank"), (3, 1, "seconds on this machine")
 """Panels of the picture: (column of a curve, scale, label)."""
 METHODS: dict[str, dict[str, Any]] = {
     EVERY: {},
@@ -143,26 +144,25 @@ def table(found: Sequence[Summary]) -> str:
 
 
 def draw(rows: Sequence[Row], names: Sequence[str], path: Path) -> None:
-    """Draws mean curves over steps, bytes and seconds. Raises UserError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError("the picture needs matplotlib", "pip install matplotlib, or leave --picture out") from error
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    axes = figure.subplots(1, len(ACROSS), sharey=True)
-    for number, name in enumerate(names):
-        curves = [row.curve for row in rows if row.method == name]
-        points = [[statistics.mean(values) for values in zip(*at, strict=True)] for at in zip(*curves, strict=True)]
-        _, losses, *_ = zip(*points, strict=True)
-        for each, (column, scale, _) in zip(axes, ACROSS, strict=True):
-            each.plot([point[column] * scale for point in points], losses, label=name, color=f"C{number}")
-    for each, (_, _, label) in zip(axes, ACROSS, strict=True):
-        each.set(xlabel=label, yscale="log")
-        each.yaxis.set_minor_formatter("{x:.2g}")
-        each.grid(which="both", alpha=0.3)
-    axes[0].set_ylabel("validation loss, nats per character")
-    axes[-1].legend(fontsize="small")
-    figure.savefig(path)
+    """Draws the mean loss over updates, and at the end over bytes sent. Raises UserError without matplotlib."""
+    drawing.require()
+    from matplotlib.figure import Figure
+
+    with drawing.own_settings():
+        figure = Figure(figsize=(10, 4), layout="constrained")
+        over_updates, at_end = figure.subplots(1, 2)
+        for name, colour in zip(names, itertools.cycle(drawing.PALETTE)):
+            curves = [row.curve for row in rows if row.method == name]
+            points = [[statistics.mean(values) for values in zip(*at, strict=True)] for at in zip(*curves, strict=True)]
+            steps, losses, sent, _ = zip(*points, strict=True)
+            over_updates.plot(steps, losses, label=name, color=drawing.LIGHT[colour])
+            at_end.plot(sent[-1] * 1e-6, losses[-1], "o", color=drawing.LIGHT[colour])
+            at_end.annotate(name, (sent[-1] * 1e-6, losses[-1]), (6, 0), textcoords="offset points", va="center")
+        over_updates.set(xlabel="updates", ylabel="validation loss, nats per character", yscale="log")
+        over_updates.yaxis.set_minor_formatter("{x:.2g}")
+        over_updates.legend(fontsize="small")
+        at_end.set(xlabel="MB sent by a rank", ylabel="validation loss at the end")
+        figure.savefig(path, dpi=160)
 
 
 if __name__ == "__main__":

@@ -238,7 +238,7 @@ def main() -> int:
             if one.read_bytes() != other.read_bytes():
                 raise Failed(f"{one.name} has other bytes when it is built again")
         args.output.mkdir(parents=True, exist_ok=True)
-        for path in (*args.output.glob("hpctrain-*.whl"), *args.output.glob("hpctrain-*.tar.gz")):
+        for path in args.output.glob("hpctrain-*"):
             path.unlink()
         made = [copied(path, args.output) for path in once]
         say(f"built twice, to the same bytes: {', '.join(path.name for path in made)}")

@@ -22,8 +22,9 @@ esac
 fits() { "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; }
 
 find_python() {
-  local candidate
-  for candidate in ${PYTHON:-python3.11 python3.12 python3.13 python3}; do
+  local candidate candidates=(python3.11 python3.12 python3.13 python3)
+  [[ -z ${PYTHON:-} ]] || candidates=("$PYTHON")
+  for candidate in "${candidates[@]}"; do
     if fits "$candidate"; then command -v "$candidate"; return; fi
   done
   fail "no usable Python: 3.11 to 3.13 with its venv module is needed (tried ${PYTHON:-python3.11 to python3})" \
@@ -56,8 +57,10 @@ check_tools() {
   rm -rf "$room"
   "$1" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
     fail "Python's headers (Python.h) are missing for $1" "install them (Debian: python3-dev, Fedora: python3-devel)"
-  free=$(df -Pm . | awk 'NR == 2 { print $4 }')
-  [[ $free -ge 6000 ]] || fail "only $free MB are free here, set-up takes up to 6000 MB" "free some space, or clone elsewhere"
+  room=$venv
+  while [[ ! -d $room ]]; do room=$(dirname "$room"); done
+  free=$(df -Pm "$room" | awk 'NR == 2 { print $4 }')
+  [[ $free -ge 6000 ]] || fail "only $free MB are free in $room, set-up takes up to 6000 MB" "free some space, or set VENV"
 }
 
 pip() { # quiet; what it says goes to the log, and a failure ends the set-up in one sentence

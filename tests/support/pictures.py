@@ -1,4 +1,4 @@
-"""``python -m tests.support.pictures FOLDER``: makes the images of the docs from real runs of the tutorial's files.
+"""``python -m tests.support.pictures FOLDER [NAME ...]``: makes the images of the docs, or those named, from real runs.
 
 Takes minutes and needs an idle machine, because the images show measurements. Needs chromium.
 """
@@ -59,8 +59,8 @@ def task(world: World) -> TorchTask:
 '''
 
 
-def main(folder: Path) -> None:
-    """Make all images."""
+def main(folder: Path, names: Sequence[str]) -> None:
+    """Make all images, or those named."""
     folder.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as room:
         work = Path(room)
@@ -69,9 +69,8 @@ def main(folder: Path) -> None:
             if (words[0] == "python" and words[1] == "measure.py") or words[1:3] == ["data", "pack"]:
                 command = [sys.executable, *words[1:]] if words[0] == "python" else [*HPCTRAIN, *words[1:]]
                 subprocess.run(command, cwd=work, env=environment(), check=True)
-        watch(work, folder / "watch.svg")
-        report(work, folder / "report.png")
-        heat(work, folder / "heat.png")
+        for name in names or PICTURES:
+            PICTURES[name](work, folder / name)
     for picture in sorted(folder.iterdir()):
         size = picture.stat().st_size
         print(f"{picture}: {size / 1000:.0f} KB")
@@ -152,6 +151,14 @@ def heat(work: Path, picture: Path) -> None:
     save_charts([heat], work / "heat.png", picture)
 
 
+def convergence(work: Path, picture: Path) -> None:
+    """Draw what methods that save bytes cost in loss, on four ranks."""
+    drawn, methods = work / "convergence.png", "fp16,local 32,overlap,averaging 32,DiLoCo 32"
+    command = ["-m", "benchmarks.convergence", "--ranks", "4", "--methods", methods, "--picture", str(drawn)]
+    subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
+    save_small(drawn, picture)
+
+
 def save_charts(charts: Sequence[Chart], whole: Path, picture: Path) -> None:
     """Save hpctrain's charts, scaled down from a larger image."""
     with drawing.own_settings():
@@ -167,5 +174,8 @@ def save_small(source: Path, picture: Path) -> None:
         plain.quantize(256, Image.Quantize.FASTOCTREE).save(picture, optimize=True)
 
 
+PICTURES = {"watch.svg": watch, "report.png": report, "heat.png": heat, "convergence.png": convergence}
+"""Functions that make an image, by file name."""
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -62,14 +62,27 @@ def test_no_make(programs: Path, tmp_path: Path) -> None:
     assert_refused(set_up(programs, tmp_path / "venv"), "make is not on PATH")
 
 
+def test_a_python_with_a_space_in_its_path(programs: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "my python"
+    folder.mkdir()
+    replace(folder / "python3", "exit 1")
+    assert_refused(set_up(programs, tmp_path / "venv", PYTHON=str(folder / "python3")), f"tried {folder}/python3")
+    (programs / "make").unlink()
+    replace(folder / "python3", "exit 0")
+    assert_refused(set_up(programs, tmp_path / "venv", PYTHON=str(folder / "python3")), "make is not on PATH")
+
+
 def test_a_python_that_is_too_old(programs: Path, tmp_path: Path) -> None:
     replace(programs / "python3.8", "exit 1")  # it is asked for its version by a program it cannot run
     assert_refused(set_up(programs, tmp_path / "venv", PYTHON="python3.8"), "no usable Python", "3.11 to 3.13")
 
 
 def test_too_little_disk(programs: Path, tmp_path: Path) -> None:
-    replace(programs / "df", "echo head; echo /dev/x 9000 8000 500 90% /")
-    assert_refused(set_up(programs, tmp_path / "venv"), "only 500 MB are free")
+    replace(programs / "df", 'echo head; echo /dev/x 9000 8000 500 90% /; echo "$2" >&2')
+    done = set_up(programs, tmp_path / "away" / "venv")
+    assert done.stderr.startswith(f"{tmp_path}\n"), "asked where the environment goes, not where the checkout is"
+    done.stderr = done.stderr.partition("\n")[2]
+    assert_refused(done, f"only 500 MB are free in {tmp_path}")
 
 
 def horovod_builds(programs: Path, venv: Path, gpus: str, torch_has_cuda: bool, code: int = 0) -> tuple[str, list[str]]:
