@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.program import start
-from benchmarks.storage.accelerators import ENVIRONMENT, fill, utilisation
+from benchmarks.storage.accelerators import ENVIRONMENT, fill, taken, utilisation
 from benchmarks.storage.readers import READERS
 from benchmarks.storage.workloads import WORKLOADS, Workload, drop_pages
 from hpctrain.errors import ExitCode
@@ -47,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers", type=int, default=1, help="processes per accelerator of WebDataset, Streaming, PyTorch"
     )
-    parser.add_argument("--samples", type=int, help="generated samples (default: some 600 MB per format)")
+    about = "generated samples (default: some 600 MB per format; with --cold, what the longest turn reads)"
+    parser.add_argument("--samples", type=int, help=about)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="file system to measure")
     parser.add_argument(
         "--keep", action="store_true", help="keep the files in --folder, and use those of an earlier run"
@@ -64,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
     found = []
     for name in args.workloads:
         workload = WORKLOADS[name]
-        workload = replace(workload, samples=args.samples or workload.samples)
+        default = taken(workload, max(args.sizes), args.seconds) if args.cold else workload.samples
+        workload = replace(workload, samples=args.samples or default)
         with files(args, workload) as folder:
             if not args.json:
                 foreign_text.show(heading(workload))

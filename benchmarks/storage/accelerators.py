@@ -21,6 +21,8 @@ WARM_UP = 4
 """Batches taken at once before the clock starts: they start workers and empty the queues of read-ahead batches."""
 SETTLING_S = 1.0
 """Seconds of steps before the clock starts, in which a reader that is fast enough reads ahead again."""
+AHEAD = 4
+"""Batches that a reader may have read ahead at the end of a turn."""
 LONGEST_S = 120.0
 """Longest wait for the other accelerators; starting several frameworks on a loaded machine takes some of it."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "TOKENIZERS_PARALLELISM": "false"}
@@ -53,6 +55,12 @@ def utilisation(name: str, workload: Workload, folder: Path, size: int, workers:
     if len(found) < size:
         raise RunFailed(f"{name}: {size - len(found)} of {size} accelerators died", "leave it out with --only")
     return float(sum(found) / size)
+
+
+def taken(workload: Workload, size: int, seconds: float) -> int:
+    """Returns the largest number of samples that are read in a turn."""
+    settling, measured = (math.ceil(each / workload.compute_s) for each in (SETTLING_S, seconds))
+    return size * workload.batch * (WARM_UP + settling + measured + AHEAD)
 
 
 def accelerator(name: str, feed: Feed, seconds: float, together: Any, results: Any) -> None:

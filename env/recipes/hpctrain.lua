@@ -1,5 +1,6 @@
 -- Loaded (by Lmod 8.6.19: load, unload, help, whatis; the tests use stand-ins of its functions): a module file.
 -- Make the environment first, in the root of a checkout:  VENV=/apps/hpctrain/0.4.0 env/setup.sh
+--   /apps/hpctrain/0.4.0/bin/pip install --no-deps --no-build-isolation .     (setup.sh only links the checkout)
 -- then copy this file to modulefiles/hpctrain/0.4.0.lua. Load the MPI that the environment was made with before it:
 -- replace the depends_on line by your site's modules.
 local version = "0.4.0"

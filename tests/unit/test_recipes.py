@@ -110,6 +110,11 @@ def test_images_begin_with_a_system_and_copy_what_is_there() -> None:
     pairs = [line.split() for line in files.splitlines()]
     # Apptainer copies the first word of a line to the second, and ignores others
     assert pairs == [[source, f"/opt/source/{source}"] for source, *_ in pairs if (ROOT / source).exists()]
+    copied = [words.split()[:-1] for words in re.findall(r"(?m)^COPY (.*)$", dockerfile)]
+    assert sorted(source for sources in copied for source in sources) == sorted(source for source, _ in pairs)
+    # Docker keeps links as they are: what hpctrain/ links to must be there
+    links = [path.resolve() for path in (ROOT / "hpctrain").rglob("*") if path.is_symlink()]
+    assert links and {path.relative_to(ROOT).parts[0] for path in links} <= {source for source, _ in pairs}
     post = re.search(r"(?ms)^%post\n(.*?)^$", definition)[1].replace("/opt/venv/bin/", "")
     built = re.findall(r"(?:RUN|&&) ((?:python3|pip|hpctrain install).*?)(?: \\)?$", dockerfile, re.M)
     assert len(built) == 4

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.storage.__main__ import is_decided
-from benchmarks.storage.accelerators import utilisation
+from benchmarks.storage.accelerators import taken, utilisation
 from benchmarks.storage.readers import READERS, Feed
 from benchmarks.storage.workloads import FILLING, WORKLOADS, indices, record
 
@@ -31,6 +31,12 @@ def test_a_reader_gives_whole_samples_of_one_epoch(name: str, tmp_path: Path) ->
 def test_accelerators_end_together_and_only_waiting_lowers_their_utilisation(tmp_path: Path) -> None:
     share = utilisation("none", SMALL, tmp_path, size=2, workers=0, seconds=0.3)
     assert 0 < share <= 1
+
+
+def test_a_cold_turn_reads_no_sample_twice() -> None:
+    """Else the second time would come from the page cache."""
+    for workload in WORKLOADS.values():
+        assert taken(workload, 3, 4.0) > 3 * workload.batch * 5.0 / workload.compute_s
 
 
 def test_a_turn_that_cannot_bring_the_median_to_the_other_side_of_the_limit_is_not_taken() -> None:
