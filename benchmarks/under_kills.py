@@ -1,6 +1,6 @@
 """A whole run under a fixed schedule of kills: the same network, data and checkpoint interval under each contender.
 
-    python -m benchmarks.under_kills [-n 2] [--steps 240] [--contenders hpctrain,torchrun,torchrun-dcp,lightning]
+    python -m benchmarks.under_kills [-n 2] [--steps 240] [--contenders hpctrain,torchrun,...]
 
 A rank, the node (the command with all its processes), the time limit (SIGTERM, SIGKILL after 10 s), and a rank again;
 each as soon as the run has come to a step. A command that ended too early is given again at once, as a scheduler
@@ -15,8 +15,11 @@ import contextlib
 import functools
 import json
 import random
+import shlex
 import signal
+import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -44,11 +47,35 @@ def with_dcp(ranks: int, folder: Path, kills: int, steps: int) -> list[str]:
     return torchrun("torch_program", ranks, folder, kills, steps, "--dcp")
 
 
+def torchft(ranks: int, folder: Path, kills: int, steps: int) -> list[str]:
+    """Command of TorchFT's lighthouse, and one torchrun per replica group, each of one rank.
+
+    TorchFT needs the store that torchrun shares with its rank, and makes a new one for each set of groups.
+    """
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{door.getsockname()[1]}"
+    program = str(Path(sys.executable).with_name("torchft_lighthouse"))
+    lighthouse = [program, "--min_replicas", "1", "--join_timeout_ms", "10000", "--bind", address]
+    groups = [
+        torchrun("torchft_program", 1, folder, kills, steps, "--group", str(group), "--groups", str(ranks))[2:]
+        for group in range(ranks)
+    ]
+    lines = [
+        f"export TORCHFT_LIGHTHOUSE=http://{address}",
+        f"{shlex.join(lighthouse)} & lighthouse=$!",
+        *(f"{shlex.join(words)} & groups+=($!)" for words in groups),
+        'wait "${groups[@]}"; kill $lighthouse',
+    ]
+    return ["bash", "-c", "\n".join(lines)]
+
+
 CONTENDERS: dict[str, Callable[[int, Path, int, int], list[str]]] = {
     "hpctrain": functools.partial(ours, "torch"),
     "torchrun": functools.partial(torchrun, "torch_program"),
     "torchrun-dcp": with_dcp,
     "lightning": functools.partial(torchrun, "lightning_program"),
+    "torchft": torchft,
 }
 
 

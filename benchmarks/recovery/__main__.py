@@ -81,7 +81,7 @@ CONTENDERS: dict[str, Callable[..., list[str]]] = {
 
 def ranks_below(pid: int) -> list[psutil.Process]:
     """The rank processes below a process."""
-    words = {"train", "benchmarks.recovery.torch_program", "benchmarks.recovery.lightning_program"}
+    words = {"train", *(f"benchmarks.recovery.{name}_program" for name in ("torch", "lightning", "torchft"))}
     below = [each for each in psutil.Process(pid).children(recursive=True) if words & set(each.cmdline())]
     below = [each for each in below if str(STAND_IN) not in each.cmdline()]
     parents = {each.ppid() for each in below}
