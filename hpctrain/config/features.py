@@ -69,7 +69,6 @@ class Feature(StrEnum):
     PARAMETER_HOOKS = "gradient hooks of a parameter"
     PER_RANK = "a PerRank in state= of the task"
     PIPELINE = "parallel.pipeline"
-    PIPELINE_CHUNKS = "parallel.pipeline_chunks"
     PLATEAU = "schedule.plateau.metric"
     PROCESS_GROUPS = "reduce.kind: nccl"
     RANKS = "several ranks"

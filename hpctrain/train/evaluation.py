@@ -6,7 +6,7 @@ out of batches repeats another rank's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -110,6 +110,21 @@ def even_batches(batches: Iterable[HostBatch], sync_group: Group | None) -> Iter
             yield own, True
         elif lent is not None:
             yield lent, False
+
+
+def even_passes(batches: Sequence[HostBatch], sync_group: Group | None) -> tuple[list[tuple[HostBatch, bool]], int]:
+    """The same of an update's micro-batches, whose numbers ranks compare once; and the number of passes for which no
+    rank needs another's. Collective."""
+    found = [(batch, True) for batch in batches]
+    if sync_group is None:
+        return found, len(found)
+    counts = sync_group.gather(np.array(len(batches)), "count micro-batches")
+    fewest = int(counts.min())
+    for number in range(fewest, int(counts.max())):
+        own = batches[number] if number < len(batches) else None
+        lent = shared_batch(own, int((counts > number).argmax()), sync_group)
+        found += [(lent, False)] if own is None else []
+    return found, fewest
 
 
 def shared_batch(own: HostBatch | None, lender: int, group: Group) -> HostBatch:

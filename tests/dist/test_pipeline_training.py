@@ -16,7 +16,7 @@ from hpctrain.checkpoint import safetensors
 from hpctrain.checkpoint.verify import verify_checkpoint
 from hpctrain.cli import main
 from tests.support.mpi import printed
-from tests.support.plan_runs import predictions, require_near, require_same_state
+from tests.support.plan_runs import predictions, require_near, require_same_state, state_of
 
 ALONE = {
     **dict.fromkeys(("pp2-dp2", "pp4", "tp2-pp2", "sharded", "gathered", "chunks"), "alone"),
@@ -93,13 +93,24 @@ def test_all_reducers_work_in_the_data_group_of_each_stage(found: Callable[[], t
 
 
 def test_every_plan_goes_on_where_another_one_stopped(found: Callable[[], tuple[Path, Found]]) -> None:
-    """Two stages whose layers are sharded, one, two on each of two ranks, with cut layers, four, and one process: same
-    samples and state."""
+    """Six stages on two ranks whose layers are sharded, one, two on each of two ranks, with cut layers, four, and one
+    process: same samples and state."""
     folder, results = found()
     losses = [loss for step in range(2, 7) for loss in results[f"chain-{step}"]["losses"]]
     require_near(losses, results["alone"]["losses"])
     require_same_state(folder, "chain", "alone", least=30)
     assert verify_checkpoint(CheckpointStore(folder / "chain" / "checkpoints"), 2).problems == ()
+
+
+def test_passes_with_samples_of_other_ranks_leave_nothing(found: Callable[[], tuple[Path, Found]]) -> None:
+    """Neither in buffers nor for backward passes that are under way, between passes of a rank's own samples."""
+    folder, results = found()
+    require_near(results["lent"]["losses"], results["alone-lent"]["losses"])
+    states = [state_of(folder, name, 6) for name in ("lent", "alone-lent")]
+    counted = [[state.pop(f"model/blocks.{block}.seen") for block in range(4)] for state in states]
+    np.testing.assert_array_equal(2 * np.array(counted[0]), counted[1], err_msg="the mean of two ranks")
+    for name, value in states[1].items():
+        np.testing.assert_allclose(states[0][name], value, rtol=0, atol=1e-12, err_msg=name)
 
 
 def test_exported_weights_are_those_of_the_whole_model(found: Callable[[], tuple[Path, Found]], tmp_path: Path) -> None:

@@ -61,6 +61,14 @@ def test_a_few_updates_by_each_plan_are_those_of_one_process(tmp_path: Path) -> 
         require_near(plan, one, many, FEW, EXACT)
 
 
+@pytest.mark.world_size(8)
+def test_sharded_stages_of_eight_ranks_train_as_one_process_does(tmp_path: Path) -> None:
+    """Two stages of four ranks, of which three have no sample in the last update; and three axes, interleaved."""
+    one = trained(tmp_path, 1, FEW, "float64", "alone")["alone"]
+    for plan, many in trained(tmp_path, 8, FEW, "float64", "fsdp-pp2", "gradients-tp2-pp2").items():
+        require_near(plan, one, many, FEW, EXACT)
+
+
 @pytest.mark.parametrize(("plan", "ranks"), TRIED)
 def test_fifty_updates_are_those_of_one_process(launch: Launch, plan: str, ranks: int) -> None:
     """With uneven micro-batches, clipping, weight decay on matrices only, and moving averages."""

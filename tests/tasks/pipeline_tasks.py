@@ -155,6 +155,40 @@ def methods(dtype: str = "float64", blocks: int = 4) -> TorchTask:
     )
 
 
+class Counting(Block):
+    """A block that counts the samples that it has seen in training."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, carried: dict[str, Any]) -> dict[str, Any]:
+        """See Block."""
+        self.seen += len(carried["x"]) * self.training
+        return super().forward(carried)
+
+
+class Weighted(nn.Module):
+    """``loss`` with a weight for each word, which the backward pass needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = nn.CrossEntropyLoss(torch.linspace(0.5, 1.5, WORDS, dtype=torch.float64), reduction="none")
+
+    def forward(self, outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """See ``loss``."""
+        own = batch["words"].ne(1).to(outputs.dtype)
+        return (self.score(outputs.flatten(0, 1), batch["words"].flatten()) * own.flatten()).sum(), own.sum()
+
+
+def counting() -> TorchTask:
+    """``methods`` with blocks that count, and a loss that holds tensors."""
+    task = methods()
+    model: Any = task.model
+    model.blocks = nn.ModuleList([Counting() for _ in range(4)]).double()
+    return dataclasses.replace(task, loss=Weighted(), optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+
 def without_values() -> TorchTask:
     """``methods`` on the meta device."""
     with torch.device("meta"):

@@ -90,11 +90,6 @@ ROWS: Rows = {
         "{0}, and {1} may update a parameter from others, so ranks that hold a part of them would train another model",
         SAY_ELEMENTWISE,
     ),
-    (Trait.GATHERS, Feature.PIPELINE_CHUNKS): (
-        "{0}, and parallel.pipeline_chunks is {1}: a rank without samples left computes a batch of another rank, and "
-        "could not undo by itself what that changes",
-        "leave parallel.pipeline_chunks out, or set parallel.shard: optimizer",
-    ),
     **refusing(Trait.GATHERS, "{0}", WITH_FULLY_SHARDED),
     (Trait.GATHERS, Feature.WHOLE_TENSORS, Feature.RANKS): (
         "{0}, and {1}",

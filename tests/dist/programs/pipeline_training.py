@@ -31,6 +31,8 @@ GATHERED: dict[str, Any] = {
     "reduce__kind": "auto",
     "reduce__verify_every_steps": "null",
 }
+LENT: dict[str, Any] = {"task": "counting", "train__global_batch": 3}
+"""One rank has half of another's micro-batches; it computes the others' with it, between its own."""
 PLANS: dict[str, dict[str, Any]] = {
     "alone": {},
     "tp2": {"parallel__tensor": 2},
@@ -43,8 +45,13 @@ PLANS: dict[str, dict[str, Any]] = {
     "fsdp": {"parallel__shard": "parameters", "train__recompute": "['blocks.*']"},
     "fsdp-tp2": {"parallel__shard": "parameters", "parallel__tensor": 2},
     "fsdp-pp2": {**GATHERED, "parallel__pipeline": 2},
-    "fsdp-gradients-pp2": {**GATHERED, "parallel__pipeline": 2, "parallel__shard": "gradients"},
-    "fsdp-tp2-pp2": {**GATHERED, "parallel__tensor": 2, "parallel__pipeline": 2},
+    "gradients-tp2-pp2": {
+        **GATHERED,
+        "parallel__shard": "gradients",
+        "parallel__tensor": 2,
+        "parallel__pipeline": 2,
+        "parallel__pipeline_chunks": 3,
+    },
     "dp-nccl": {"reduce__kind": "nccl"},
     "zero-nccl": {"parallel__shard": "optimizer", "reduce__kind": "nccl"},
     "tp2-nccl": {"parallel__tensor": 2, "reduce__kind": "nccl"},
@@ -111,6 +118,7 @@ def on_four_ranks(folder: Path) -> dict[str, Any]:
         "sharded": run(folder, "sharded", **two, parallel__shard="optimizer"),
         "gathered": run(folder, "gathered", **two, **GATHERED),
         "chunks": run(folder, "chunks", **two, parallel__pipeline_chunks=3),
+        "lent": run(folder, "lent", **two, **GATHERED | LENT, parallel__pipeline_chunks=2),
         "held": run(folder, "held", **two, **GATHERED | {"task": "gpt"}),
         "auto": run(folder, "auto", **two, reduce__kind="auto", train__clip_norm="null"),
         "adagrad": run(folder, "adagrad", **two, task_args__optimizer="adagrad"),
@@ -133,7 +141,8 @@ def on_four_ranks(folder: Path) -> dict[str, Any]:
     }
     predict(folder, "tp2-pp2", tensor=2, pipeline=2)
     cut = {"parallel__tensor": 2, "parallel__pipeline_chunks": 2}
-    plans: list[dict[str, Any]] = [two | GATHERED, {}, two | cut, {"parallel__pipeline": 4}]
+    gathered = two | GATHERED | {"parallel__shard": "gradients", "parallel__pipeline_chunks": 3}
+    plans: list[dict[str, Any]] = [gathered, {}, two | cut, {"parallel__pipeline": 4}]
     for step, plan in enumerate(plans, start=2):
         found[f"chain-{step}"] = run(folder, "chain", steps=step, **{"task": "methods"} | plan)
     return found
@@ -158,6 +167,7 @@ def alone(folder: Path) -> dict[str, Any]:
         "alone-unclipped": run(folder, "alone-unclipped", train__clip_norm="null"),
         "alone-adagrad": run(folder, "alone-adagrad", task_args__optimizer="adagrad"),
         "alone-tied": run(folder, "alone-tied", task="tied"),
+        "alone-lent": run(folder, "alone-lent", **LENT),
         "alone-norms": run(folder, "alone-norms", **WITH_NORMS),
         "alone-initial": run(folder, "alone-initial", steps=1, checkpoint__init_from=folder / "alone"),
         "chain-6": run(folder, "chain", task="methods"),

@@ -21,6 +21,7 @@ name: gpt
 task: tests.tasks.pipeline_tasks:gpt
 train: {steps: 3, global_batch: 256, accumulate: 2}
 """
+GATHERED = "--parallel.shard gradients --task tests.tasks.pipeline_tasks:methods"
 OWN_TASK = """
 import numpy as np
 from torch import nn, optim
@@ -75,7 +76,7 @@ def test_an_imagined_rank_is_in_the_groups_of_a_real_one() -> None:
         "--parallel.shard optimizer",
         "--parallel.shard gradients",
         "--parallel.shard parameters --parallel.tensor 2",
-        "--parallel.pipeline 2 --parallel.tensor 2 --parallel.pipeline_chunks 3",
+        f"--parallel.pipeline 2 --parallel.tensor 2 --parallel.pipeline_chunks 3 {GATHERED}",
     ],
 )
 def test_128_ranks_can_be_built_by_one_process(run: str, words: str) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpctrain.comm.group import TIMEOUT_S, Group
-from hpctrain.train.evaluation import even_batches
+from hpctrain.train.evaluation import even_batches, even_passes
 from tests.support.thread_groups import ThreadGroup, in_threads
 
 
@@ -38,7 +38,10 @@ class Sharing(Group):
 def test_all_make_as_many_passes_as_the_one_with_most(counts: tuple[int, ...]) -> None:
     def passes(group: Group) -> list[tuple[list[int], bool]]:
         batches = [{"id": np.array([group.rank, number])} for number in range(counts[group.rank])]
-        return [(batch["id"].tolist(), is_own) for batch, is_own in even_batches(batches, Sharing(group))]
+        found = [(batch["id"].tolist(), is_own) for batch, is_own in even_batches(batches, Sharing(group))]
+        known, fewest = even_passes(batches, Sharing(group))
+        assert [(batch["id"].tolist(), is_own) for batch, is_own in known] == found and fewest == min(counts)
+        return found
 
     for rank, found in enumerate(in_threads(len(counts), passes)):
         assert len(found) == max(counts)
@@ -52,3 +55,4 @@ def test_all_make_as_many_passes_as_the_one_with_most(counts: tuple[int, ...]) -
 def test_without_a_meeting_each_makes_its_own() -> None:
     batches = [{"id": np.zeros(1)}] * 3
     assert [is_own for _, is_own in even_batches(batches, None)] == [True] * 3
+    assert even_passes(batches, None) == ([(batch, True) for batch in batches], 3)

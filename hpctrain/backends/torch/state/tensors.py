@@ -55,10 +55,9 @@ class TorchTensor:
         host_tensor(out, self.tensor.dtype).copy_(source, non_blocking=True)
 
     def assign(self, value: NDArray[Any], first_row: int = 0) -> None:
-        """Assigns a host array in the format of ``copy_into``."""
-        target = self.tensor[first_row : first_row + len(value)] if value.ndim else self.tensor
-        with torch.no_grad():
-            target.copy_(host_tensor(np.require(value, requirements=["C", "W"]), self.tensor.dtype))
+        """Assigns a host array in the format of ``copy_into``. Autograd does not notice: backward passes may follow."""
+        target = self.tensor.data[first_row : first_row + len(value)] if value.ndim else self.tensor.data
+        target.copy_(host_tensor(np.require(value, requirements=["C", "W"]), self.tensor.dtype))
 
     @contextmanager
     def loading(self) -> Iterator[Callable[[NDArray[Any], int], None]]:

@@ -186,7 +186,6 @@ def passes_leave(
     finally:
         for buffers, module in buffers_of:
             module._buffers.update(buffers)  # a forward pass may have replaced them
-        with torch.no_grad():
-            for one, value in before:
-                one.copy_(value)
+        for one, value in before:
+            one.data.copy_(value)  # which autograd does not notice: backward passes may follow
         put_back()

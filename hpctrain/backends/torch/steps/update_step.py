@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
 from torch import Tensor
 from torch.nn import Module
 
@@ -21,13 +20,12 @@ from hpctrain.backends.torch.strategies.partition import Partition
 from hpctrain.backends.torch.task.checks import try_loss
 from hpctrain.backends.torch.task.shares import ONLY
 from hpctrain.backends.update import NotFinite, UpdateResult, ranks_at_fault
-from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.errors import UserError
 from hpctrain.reduce.reducer_choice import ChosenReducer
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.clock import NO_CLOCK, Phase, StepClock
-from hpctrain.train.evaluation import even_batches
+from hpctrain.train.evaluation import even_passes
 from hpctrain.train.flops import Flops
 from hpctrain.train.framework import HostBatch, StepResult, copied, samples_of
 from hpctrain.train.state import ArrayTensor
@@ -75,8 +73,7 @@ class LossPasses:
 
     def run(self, passes: Passes, micro_batches: Sequence[HostBatch], clock: StepClock) -> None:
         task, compute, partition = self.parts.task, self.parts.compute, self.parts.partition
-        batches = list(even_batches(micro_batches, partition.sync_group))
-        everyones = own_passes(len(micro_batches), partition.sync_group)
+        batches, everyones = even_passes(micro_batches, partition.sync_group)
         for number, (host, is_own) in enumerate(batches, start=1):
             self.parts.batch_norms.begin_micro_batch(number - 1)
             batch = compute.tensors(host)
@@ -104,11 +101,6 @@ class LossPasses:
                 parts.modes.train()
 
         return try_loss(parts.task, self.called, batch, parts.partition.hint, None if self.meets else again)
-
-
-def own_passes(micro_batches: int, group: Group | None) -> int:
-    """Number of passes for which no rank of the group computes with samples of others. Collective."""
-    return micro_batches if group is None else int(group.gather(np.array(micro_batches), "count micro-batches").min())
 
 
 class UpdateStep:

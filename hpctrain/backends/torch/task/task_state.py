@@ -386,7 +386,7 @@ def refill(value: Any, before: Any) -> None:
     """Copies a tensor's or array's values back."""
     if isinstance(value, Tensor):
         with torch.inference_mode():  # the tensor may be an inference tensor
-            value.copy_(before)
+            value.data.copy_(before)
     else:
         value[...] = before
 

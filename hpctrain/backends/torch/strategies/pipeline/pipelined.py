@@ -25,7 +25,7 @@ from hpctrain.config.features import Feature, used
 from hpctrain.errors import UserError
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.clock import Phase, StepClock
-from hpctrain.train.evaluation import even_batches
+from hpctrain.train.evaluation import even_passes
 from hpctrain.train.framework import HostBatch, copied, samples_of
 from hpctrain.train.seeds import host_random_state, restore_host_random_state, seed_python
 from hpctrain.train.stateful import PerRank
@@ -167,13 +167,13 @@ class Pipelined:
     def run(self, passes: Passes, micro_batches: Sequence[HostBatch], clock: StepClock) -> None:
         """See PassRunner. All stages get the same micro-batches and loss; waiting for other stages is exchange time."""
         stage = self.stage
-        batches = list(even_batches(micro_batches, self.parts.partition.sync_group))
+        batches, _ = even_passes(micro_batches, self.parts.partition.sync_group)
         under_way = {
             (number, chunk): MicroBatch(stage, chunk, samples_of(host), is_own)
             for number, (host, is_own) in enumerate(batches)
             for chunk in range(stage.chunks)
         }
-        with self._own_streams(), contextlib.ExitStack() as of_others:
+        with self._own_streams():
             for act, each in acts(stage.rank, stage.group.size, len(batches), stage.chunks, stage.exchange.in_order):
                 one = under_way[each.micro_batch, each.chunk]
                 if act is Act.RECEIVE:
@@ -185,15 +185,20 @@ class Pipelined:
                     host, _ = batches[each.micro_batch]
                     batch = self.parts.compute.tensors(host if stage.chunks == 1 else copied(host))
                     clock.mark(Phase.TO_DEVICE)
-                    if not one.is_own:  # such batches come last, so nothing of this rank's is undone
-                        of_others.enter_context(self.parts.unchanged())
-                    self._forward(batch, one)
+                    with self._undone(one):
+                        self._forward(batch, one)
                 else:
                     is_last = each.micro_batch == len(batches) - 1 and (each.chunk == 0 or not self.shares)
                     passes.reducer.begin_pass(is_last)
-                    one.backward(passes)
+                    with self._undone(one):
+                        one.backward(passes)
         stage.settle()
         passes.take(stage.share_loss(passes.as_array()))
+
+    def _undone(self, under_way: MicroBatch) -> contextlib.AbstractContextManager[None]:
+        """A context for a pass, after which nothing is left of one over another rank's samples. Passes of this rank's
+        own may follow it, and others may be under way, which need what they have saved of buffers."""
+        return contextlib.nullcontext() if under_way.is_own else self.parts.unchanged()
 
     def _forward(self, batch: dict[str, Tensor], under_way: MicroBatch) -> None:
         task = self.parts.task
