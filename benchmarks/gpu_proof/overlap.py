@@ -27,6 +27,8 @@ from hpctrain import BaseHook, connect
 from hpctrain.backends.torch.process_groups import ProcessGroup, peers_of
 
 WARM, STEPS = 4, 20
+UPDATES = 2
+"""Updates whose messages are noted; the first of them is profiled."""
 BATCH = 8
 SYNC = "called a synchronizing"
 """Part of torch's warning."""
@@ -114,10 +116,10 @@ def overlap_of(setting: Setting, name: str, **train: Any) -> Figures:
     """The figures of one run."""
     profiles = Profiles(setting.on_gpu)
     sent: list[float] = []
-    run(setting.folder / name, setting, WARM + 2, [Noting(sent), profiles], **train)
-    require(len(sent) > 1, "everything was sent in one message")
+    run(setting.folder / name, setting, WARM + UPDATES, [Noting(sent), profiles], **train)
+    require(len(sent) > UPDATES, "everything was sent in one message")
     if not setting.on_gpu:
-        return {"messages": len(sent)}
+        return {"messages": len(sent) // UPDATES}
     events = [one for one in profiles.profile.events() if one.device_type == torch.autograd.DeviceType.CUDA]
     messages = [one.time_range.start for one in events if "nccl" in one.name.lower()]
     others = [one for one in events if "nccl" not in one.name.lower()]

@@ -93,6 +93,7 @@ def measured(setting: Setting, name: str, make: Callable[..., TorchTask], sizes:
         "compiled": compiles,
         **{f"{contender}_ms": 1000 * taken for contender, taken in best.items()},
         "to_ddp": best["hpctrain"] / best["ddp"],
+        "to_bare": best["hpctrain"] / best["bare"],
         **{f"mfu_{contender}": operations / taken / peak for contender, taken in best.items()},
         "peak_from": source,
         "last_loss": losses["hpctrain"][-1],

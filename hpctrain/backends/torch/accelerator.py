@@ -23,16 +23,24 @@ KINDS = {"cuda": "NVIDIA", "xpu": "Intel"}
 """Types of devices that are used, with the vendor that their name is about."""
 
 
+def built_for() -> torch.device | None:
+    """The type of devices that this PyTorch is built for; None for CPUs."""
+    try:
+        return torch.accelerator.current_accelerator()
+    except RuntimeError:  # PyTorch 2.6, if the machine has none
+        return torch.device("cuda") if torch.version.cuda or torch.version.hip else None
+
+
 def available() -> list[torch.device]:
     """The devices that this PyTorch can use."""
-    kind = torch.accelerator.current_accelerator()
+    kind = built_for()
     known = kind is not None and kind.type in KINDS
     return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())] if known else []  # type: ignore[union-attr]
 
 
 def vendor() -> str:
     """For whose devices this PyTorch was built: NVIDIA, AMD or Intel; empty for CPUs."""
-    kind = torch.accelerator.current_accelerator()
+    kind = built_for()
     return "AMD" if torch.version.hip else KINDS.get(kind.type, "") if kind is not None else ""
 
 
@@ -169,9 +177,10 @@ def set_random_state(device: torch.device, state: Tensor) -> None:
 
 def identity(device: torch.device) -> str:
     """What distinguishes a device from others of its host, by UUID and PCI address: the two dies of an MI250X may share
-    a UUID."""
+    a UUID. By its index if this PyTorch knows neither."""
     known = api(device).get_device_properties(device)
-    return " ".join(str(getattr(known, name)) for name in ("uuid", "pci_bus_id") if hasattr(known, name))
+    names = [str(getattr(known, name)) for name in ("uuid", "pci_bus_id") if hasattr(known, name)]
+    return " ".join(names) or f"{device.type} {device.index or 0}"
 
 
 def name(device: torch.device) -> str:

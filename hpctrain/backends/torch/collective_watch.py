@@ -37,7 +37,8 @@ CLOSE_S = 5.0
 
 def record(folder: Path) -> None:
     """Turns the recorder on; what torch itself dumps goes to ``folder``."""
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):  # PyTorch 2.6 and 2.7 know the second one
+        os.environ.setdefault(name, RECORDED)
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / "torch-trace-"))
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
 

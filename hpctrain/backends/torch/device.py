@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import socket
 import weakref
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
@@ -132,8 +133,8 @@ def begin_task(seed: int, local_rank: int) -> None:
 
 
 def gpu_for_nccl(device: torch.device) -> str:
-    """Identity by which NCCL distinguishes ranks: the GPU's, and NCCL_HOSTID if set."""
-    return f"{os.environ.get('NCCL_HOSTID', '')} {accelerator.identity(device)}".strip()
+    """Identity by which NCCL distinguishes ranks: the GPU's, and the host's, which is NCCL_HOSTID if set."""
+    return f"{os.environ.get('NCCL_HOSTID') or socket.gethostname()} {accelerator.identity(device)}"
 
 
 def require_same_kind(device: torch.device, world: World) -> None:

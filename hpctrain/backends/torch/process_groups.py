@@ -43,6 +43,8 @@ INTERFACE = "NCCL_SOCKET_IFNAME"
 """Variable with the interfaces that NCCL may use; "=" before a name that must match as a whole."""
 WORDS: dict[str, Literal["nccl", "xccl"]] = {"cuda": "nccl", "xpu": "xccl"}
 """Backends by type of device; ROCm's PyTorch says ``cuda``, and its RCCL is ``nccl``."""
+LIBUV_TAKES_SOCKETS = "2.8"
+"""The oldest PyTorch whose newer kind of TCPStore can listen on an open socket."""
 WHAT = "open a process group of torch"
 """Completes "waited for the other ranks to ..." in errors."""
 
@@ -107,7 +109,7 @@ def meet(group: Group, name: str, timeout_s: float = TIMEOUT_S) -> Rendezvous:
             port = listener.getsockname()[1]
             store = dist.TCPStore(
                 address, port, group.size, True, timedelta(seconds=timeout_s), wait_for_workers=False,
-                master_listen_fd=listener.detach(),
+                master_listen_fd=listener.detach(), use_libuv=torch.__version__ >= LIBUV_TAKES_SOCKETS,
             )  # fmt: skip
         except (OSError, RuntimeError) as error:
             problem = f"cannot listen on {address}: {error}"
@@ -215,7 +217,8 @@ def gloo(
     """A gloo process group on an address of this host; name and world ranks are for torch's flight recorder."""
     ends_calmly()
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options.group_name, options.global_ranks_in_group = name, list(members)
+    if hasattr(options, "group_name"):  # not in PyTorch 2.6, whose recorder knows only NCCL
+        options.group_name, options.global_ranks_in_group = name, list(members)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timeout
     return dist.ProcessGroupGloo(store, rank, size, options)
@@ -269,7 +272,8 @@ class ProcessGroup:
         if not self.users:
             del OPEN[self.group]
             accelerator.synchronize(self.device)
-            self.ranks.shutdown()
+            end = getattr(self.ranks, "shutdown", None) or getattr(self.ranks, "_shutdown", lambda: None)
+            end()  # PyTorch 2.6 has the second name for NCCL, and none for gloo
 
     def sum(self, values: Tensor, what: str) -> Callable[[], None]:
         """Starts a sum over the ranks, in place; returns a function that waits for it: on a GPU, its stream alone.
@@ -313,7 +317,7 @@ class ProcessGroup:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError, AttributeError):  # gloo has none in PyTorch 2.6
                 self.ranks.abort()  # otherwise a GPU operation keeps waiting, and the process cannot exit
             raise RunFailed(
                 f"rank {self.group.rank} of {self.group.size} waited {time.monotonic() - begun:.0f} s for the other "
@@ -356,7 +360,7 @@ def broadcast(group: Group, tensors: Sequence[Tensor], what: str, peers: Process
     if group.comm is None:
         return
     for tensor in tensors:
-        device = "cpu" if peers is None else tensor.device
+        device = "cpu" if peers is None else peers.device  # a module may keep a buffer on the host
         copy = tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
         if peers is None:
             group.broadcast_array(copy.view(-1).view(torch.uint8).numpy(), what)

@@ -129,11 +129,13 @@ class Nvml:
 
     def _read(self, index: int, handle: Any, place: int, events: Any) -> GpuReading:
         def number(name: str, *given: int, scale: float = 1.0) -> float | None:
-            with suppress(self.nvml.NVMLError):
+            with suppress(self.nvml.NVMLError, AttributeError):  # of this driver, or of this pynvml
                 return float(getattr(self.nvml, f"nvmlDeviceGet{name}")(handle, *given)) * scale
             return None
 
-        reasons, busy = int(number("CurrentClocksThrottleReasons") or 0), None
+        # Drivers before 535 know the second name only, and CUDA 14 will not know it any more.
+        known = (number(f"CurrentClocks{name}Reasons") for name in ("Event", "Throttle"))
+        reasons, busy = int(next((one for one in known if one is not None), 0)), None
         with suppress(self.nvml.NVMLError):
             busy = self.nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
         clock = self.nvml.NVML_CLOCK_SM

@@ -20,7 +20,7 @@ from hpctrain.monitor.chief.hang import ENDED, GONE, STOPPED, Beat
 from hpctrain.monitor.framing import Message
 from hpctrain.monitor.node import host as host_counters
 from hpctrain.monitor.node import stacks
-from hpctrain.monitor.node.gpu_readings import AmdSmi, Nvml, open_gpus
+from hpctrain.monitor.node.gpu_readings import AmdSmi, GpuReading, Nvml, open_gpus
 from hpctrain.monitor.window import ARRAYS, Window, condense
 from hpctrain.system import processes
 
@@ -157,7 +157,7 @@ class Node:
         """Reads the host's counters and reports what stands out since the last reading."""
         pids = [int(head[shared.PID]) for head in heads if head[shared.STATE] != shared.JOINING]
         try:
-            before, self.reading = self.reading, host_counters.read(pids, now, self.gpus.read())
+            before, self.reading = self.reading, host_counters.read(pids, now, used(self.gpus.read(), heads))
         except OSError:  # out of descriptors: no evidence now
             return []
         if before is None:
@@ -254,6 +254,12 @@ class Node:
         return all(
             self.state(head) in (ENDED, GONE) for head in self.reader.heads() if head[shared.STATE] != shared.JOINING
         )
+
+
+def used(gpus: Sequence[GpuReading], heads: NDArray[np.float64]) -> list[GpuReading]:
+    """The GPUs that the node's ranks are on: others may be another job's. All, if the ranks do not know theirs."""
+    places = {int(head[shared.GPU_PLACE]) for head in heads} - {0}
+    return [gpu for gpu in gpus if not places or gpu.place in places]
 
 
 def family(pid: int) -> list[int]:

@@ -53,5 +53,5 @@ def test_what_is_known_is_written_though_a_row_or_the_whole_is_ended(
     late = "skipped", "not run within 1 minutes"
     assert known()["train-fp32"] == ("failed", "ValueError: half a file")
     assert known()["train-fp16"] == ("passed", "") and known()["devices-links-2"] == late
-    assert proof.prove(["monitor-clock", "speed-gpt"], tmp_path, 1) == 0
-    assert known() == {"monitor-clock": late, "speed-gpt": late}
+    assert proof.prove(["monitor-clock", "horovod-build"], tmp_path, 1) == 0
+    assert known() == {"monitor-clock": late, "horovod-build": late}

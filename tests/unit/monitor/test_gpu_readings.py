@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 
 from hpctrain.monitor.node.gpu_readings import GpuReading, Nvml, open_gpus, own_gpus, remarks
-from hpctrain.monitor.shared import place_of
+from hpctrain.monitor.node.node import used
+from hpctrain.monitor.shared import GPU_PLACE, HEADER, place_of
 
 
 class Unreadable(Exception):
@@ -70,6 +72,36 @@ def test_a_gpu_is_read_and_one_that_may_not_be_hides_no_other(monkeypatch: pytes
         "GPU 3: fell off the bus (Xid 79)",
     ]
     assert nvml.read()[1].xids == (), "an error is reported once"
+
+
+@pytest.mark.parametrize(
+    ("known", "slowed"),
+    [({"EventReasons": 64}, ("heat (hardware)",)), ({"EventReasons": None, "ThrottleReasons": 32}, ("heat",))],
+    ids=["CUDA 14", "a driver before 535"],
+)
+def test_reasons_for_lower_clocks_have_two_names(
+    known: dict[str, int | None], slowed: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = four_gpus(1, [])
+    del vars(made)["nvmlDeviceGetCurrentClocksThrottleReasons"]
+
+    def reasons(found: int | None) -> int:
+        if found is None:
+            raise Unreadable("Function Not Found")
+        return found
+
+    for name, found in known.items():
+        vars(made)[f"nvmlDeviceGetCurrentClocks{name}"] = lambda device, found=found: reasons(found)
+    monkeypatch.setitem(sys.modules, "pynvml", made)
+    assert {gpu.slowed for gpu in Nvml().read()} == {slowed}
+
+
+def test_a_gpu_that_no_rank_is_on_is_another_jobs() -> None:
+    gpus = [GpuReading(index, place_of(f"0000:{index:02x}:00.0"), joules=5.0) for index in (1, 2, 3)]
+    heads = np.zeros((2, HEADER))
+    assert used(gpus, heads) == gpus, "no rank knows its own"
+    heads[1, GPU_PLACE] = gpus[2].place
+    assert used(gpus, heads) == gpus[2:]
 
 
 def test_a_gpu_that_is_gone_is_broken_even_without_an_event(monkeypatch: pytest.MonkeyPatch) -> None:

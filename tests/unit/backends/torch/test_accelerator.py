@@ -14,7 +14,8 @@ from torch import nn
 
 import hpctrain
 from hpctrain.backends.torch import accelerator
-from hpctrain.backends.torch.process_groups import ProcessGroup
+from hpctrain.backends.torch.device import gpu_for_nccl
+from hpctrain.backends.torch.process_groups import OPEN, ProcessGroup, broadcast
 from hpctrain.backends.torch.state.tensors import digest, fingerprint
 from hpctrain.backends.torch.strategies.exchange import HostExchange
 from hpctrain.backends.torch.strategies.pipeline.stage import Stage
@@ -86,6 +87,53 @@ def test_a_machine_without_gpus_trains_on_cpus(without: Any, built: str | None, 
     """Whether PyTorch is built for them or not: PyPI's is."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: built and torch.device(built))
     assert accelerator.pick(0) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(("cuda", "vendor"), [(None, ""), ("12.4", "NVIDIA")])
+def test_pytorch_2_6_raises_if_there_is_none(without: Any, cuda: str | None, vendor: str, monkeypatch: Any) -> None:
+    def none() -> torch.device:
+        raise RuntimeError("Cannot access accelerator device when none is available.")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", none)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert (accelerator.pick(0), accelerator.vendor()) == (torch.device("cpu"), vendor)
+
+
+@pytest.mark.parametrize("known", [{}, {"uuid": "0"}, {"uuid": "0", "pci_bus_id": 3}])
+def test_devices_of_two_hosts_differ_whatever_pytorch_knows_of_them(known: dict[str, Any], monkeypatch: Any) -> None:
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    api = SimpleNamespace(get_device_properties=lambda device: SimpleNamespace(**known))
+    monkeypatch.setattr(accelerator, "api", lambda device: api)
+    found = set()
+    for host in ("n1", "n2", "n2"):
+        monkeypatch.setattr("hpctrain.backends.torch.device.socket.gethostname", lambda host=host: host)
+        found.add(gpu_for_nccl(torch.device("xpu", 0)))
+    assert len(found) == 2
+
+
+def test_a_tensor_on_the_host_is_sent_by_way_of_the_device() -> None:
+    """NCCL takes none from the host, where a module may keep a buffer."""
+    sent: list[Any] = []
+
+    def send(values: torch.Tensor, rank: int, what: str) -> Any:
+        return lambda: sent.append(values.device.type)
+
+    peers: Any = SimpleNamespace(device=torch.device("meta"), broadcast=send)
+    with pytest.raises(NotImplementedError, match="meta"):  # it has no values to bring back
+        broadcast(SimpleNamespace(comm=1), [torch.ones(2)], "receive", peers)  # type: ignore[arg-type]
+    assert sent == ["meta"]
+
+
+@pytest.mark.parametrize("name", ["shutdown", "_shutdown", "other"])
+def test_a_process_group_is_closed_whatever_pytorch_calls_that(name: str) -> None:
+    """PyTorch 2.6 has the second name for NCCL, and none for gloo."""
+    ended: list[str] = []
+    group = Group("data")
+    peers = OPEN[group] = ProcessGroup(
+        group, SimpleNamespace(**{name: lambda: ended.append(name)}), torch.device("cpu")
+    )
+    peers.shared().close()
+    assert ended == ([name] if "shutdown" in name else []) and group not in OPEN
 
 
 def test_gpus_that_pytorch_cannot_use_are_an_error_unless_they_are_hidden(

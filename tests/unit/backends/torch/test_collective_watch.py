@@ -33,8 +33,7 @@ def test_a_silent_rank_writes_what_it_waits_in(
     for name in collective_watch.RECORDERS:  # a torch for GPUs has both; gloo's knows nothing of NCCL's collectives
         monkeypatch.setattr(collective_watch.c10d, name, lambda **_: b'{"pg_config": {}}', raising=False)
     monkeypatch.setattr(collective_watch.c10d, recorder, dump)
-    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
-        monkeypatch.setenv(name, "1")  # so that it is restored
+    monkeypatch.setattr(collective_watch.os, "environ", environment := {})
     run = RunDir(tmp_path)
     run.monitor.mkdir()
     clock = RingClock()
@@ -44,5 +43,7 @@ def test_a_silent_rank_writes_what_it_waits_in(
     watch.close()
     written = list(run.monitor.iterdir())
     assert [path.name for path in written] == (["collectives-1-3.json"] if is_written else [])
+    sizes = {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}
+    assert {name for name, value in environment.items() if value == collective_watch.RECORDED} == sizes
     expected = {"entries": [{"retired": False}], "pg_config": {"data": {}}}
     assert not written or json.loads(written[0].read_bytes()) == expected

@@ -135,7 +135,7 @@ class FullyShardedReducers:
     """Always empty: no gradient stays sparse."""
 
     def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
-        return [Candidate("nccl" if self.ranks.word == "nccl" else "gloo", "sharded")]
+        return [Candidate(self.ranks.word, "sharded")]
 
     def open(self, candidate: Candidate, group: Group) -> FullyShardedReducer:
         return FullyShardedReducer(candidate.name, self.partition, self.optimizers, self.ranks, self.needs_norm)
