@@ -17,7 +17,7 @@ from pathlib import Path
 from hpctrain.errors import Code, HpctrainError, Replaced, RunFailed, code_of
 from hpctrain.launch import launcher_messages
 from hpctrain.launch.launcher_process import KILL_GRACE_S, LauncherProcess
-from hpctrain.launch.outage_retry import PAUSES_S, read_patiently
+from hpctrain.launch.outage_retry import PAUSES_S
 from hpctrain.launch.postmortem import all_ended_well, complete, facts_of, lost, lost_node, missing_ranks, settled
 from hpctrain.run import last_words
 from hpctrain.run.attempts import Attempt, Attempts
@@ -33,6 +33,7 @@ from hpctrain.run.tail import Tail
 from hpctrain.run.verdict import RunVerdict, Stop, failed_with, replaced
 from hpctrain.system import processes
 from hpctrain.system.output import SHOWN_S, say
+from hpctrain.system.retry import read_patiently
 from hpctrain.system.signals import StopSignals, signal_name
 
 WORDS_EVERY_S = 1.0
@@ -163,18 +164,22 @@ class WatchedAttempt:
                 what = f"{Path(self.launch.argv[0]).name} could not be run: {error.strerror or error}"
                 self.failure = failed_with(code_of(error), what, "see ulimit -a, and whether its file systems answer")
         self.take_stop_file(time.monotonic())  # ranks that saw it may have ended before the next look
-        written = collect(self.run_dir, self.number)
+        try:
+            written = collect(self.run_dir, self.number)
+        except RunFailed as error:
+            say(f"how the ranks ended is not known: {error.what}")
+            written = []
         unborn = self.stop is not None and all(word.is_starting for word in written)
         written = [] if unborn else written
         well = unborn or all_ended_well(written, self.launch.ranks)
         words, failure = (written, self.failure) if well else self.concluded(written)
         try:
             attempts = read_patiently(self.attempts_so_far)
+            counted = any(attempt.number == self.number - 1 for attempt in attempts)
+            before = read_patiently(lambda: last_words.read(self.run_dir, self.number - 1)) if counted else None
         except RunFailed as error:
             say(f"the verdict does not count earlier attempts: {error.what}")
-            attempts = []
-        counted = any(attempt.number == self.number - 1 for attempt in attempts)
-        before = last_words.read(self.run_dir, self.number - 1) if counted else None
+            attempts, before = [], None
         earlier = before.ranks if before else ()
         return decide(words, attempts, self.limits.max_failures, self.stop, failure, self.launch.saves, earlier), words
 
@@ -236,7 +241,7 @@ class WatchedAttempt:
         self.launcher.run(environment, self.tick)
         for pause_s in PAUSES_S:
             said = self.launcher.messages
-            if self.failure or collect(self.run_dir, self.number) or not self.launch.unheard(said):
+            if self.failure or not self.launch.unheard(said) or self.words.look():
                 return
             what = f"no rank was started ({' '.join(said.split())[:300]}); starting them again in {pause_s:.0f} s"
             say(what, SHOWN_S)

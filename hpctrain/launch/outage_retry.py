@@ -1,13 +1,12 @@
-"""Retries while a scheduler's controller or a file server is down: a run must not end because one restarts."""
+"""Retries while a scheduler's controller is down: a run must not end because it restarts."""
 
 from __future__ import annotations
 
-import errno
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from hpctrain.errors import Code, ExitCode, HpctrainError, RunFailed
+from hpctrain.errors import Code, ExitCode, HpctrainError
 from hpctrain.run.folder import RunDir
 from hpctrain.run.stop_request import requested_stop
 from hpctrain.system.output import say
@@ -18,11 +17,6 @@ PAUSES_S = (5.0, 10.0, *[20.0] * 44)
 """Seconds between requests to a controller that does not answer: 15 minutes in all, plus its own timeouts."""
 LOOK_S = 1.0
 """Seconds between two checks for the STOP file."""
-
-FILE_PAUSES_S = (0.1, 0.5, 2.0, 5.0)
-"""Seconds between attempts to use a file whose server does not answer."""
-AWAY = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)
-"""Errors seen while a file server fails over."""
 
 
 class Stopped(HpctrainError):
@@ -45,26 +39,6 @@ def patiently(ask: Callable[[], T], again: type[HpctrainError], run: RunDir) -> 
         _pause(run, pause_s, error)
 
     return retry(ask, again, PAUSES_S, pause)
-
-
-def read_patiently(use: Callable[[], T]) -> T:
-    """Calls ``use`` until it succeeds, as long as a file server is down, pausing FILE_PAUSES_S; returns its result.
-
-    Raises:
-        RunFailed: a file cannot be used, or ``use`` raised it.
-    """
-
-    def pause(pause_s: float, error: Exception) -> None:
-        cause = error if isinstance(error, OSError) else error.__cause__
-        if not isinstance(cause, OSError) or cause.errno not in AWAY:
-            raise error
-        time.sleep(pause_s)
-
-    try:
-        return retry(use, Exception, FILE_PAUSES_S, pause)
-    except OSError as error:
-        what = f"{error.filename or 'the run folder'} cannot be used: {error.strerror or error}"
-        raise RunFailed(what, "see whether its file system answers, then start the run again") from error
 
 
 def _pause(run: RunDir, pause_s: float, error: HpctrainError) -> None:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from hpctrain.config.sections import Config
 from hpctrain.errors import GENERAL, Code, ExitCode, HpctrainError, Replaced, code_of
 from hpctrain.launch.attempt import Launch, Limits, WatchedAttempt
-from hpctrain.launch.outage_retry import Stopped, read_patiently
+from hpctrain.launch.outage_retry import Stopped
 from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.decision import starts_again
 from hpctrain.run.events import Resumed, SnapshotSaved
@@ -20,6 +20,7 @@ from hpctrain.run.run_view import RunView
 from hpctrain.run.stop_request import requested_stop
 from hpctrain.run.verdict import Action, RunVerdict, replaced
 from hpctrain.system.output import SHOWN_S, say
+from hpctrain.system.retry import read_patiently
 from hpctrain.system.signals import StopSignals
 
 
@@ -140,8 +141,8 @@ def lost(lock: LiveLock, number: int) -> RunVerdict | None:
 def record(run_dir: RunDir, number: int, verdict: RunVerdict, words: Sequence[LastWord]) -> None:
     """Writes the verdict and last words into the run folder. On a full disk the exit code still gives the verdict."""
     try:
-        read_patiently(lambda: Attempts(run_dir).end(number, verdict, words))
-    except HpctrainError as error:
+        Attempts(run_dir).end(number, verdict, words)
+    except (HpctrainError, OSError) as error:
         if verdict.exit_code in (ExitCode.DONE, ExitCode.STOPPED):  # after a failure the user needs only the verdict
             say(str(error))
 
@@ -157,7 +158,7 @@ def report(verdict: RunVerdict, run_dir: RunDir, command: Sequence[str] = (), sa
     logs = "" if verdict.exit_code in (ExitCode.STOPPED, ExitCode.USER_ERROR) else f"\n  logs: {run_dir.logs}"
     resume = ""
     if command and verdict.exit_code is not ExitCode.USER_ERROR:
-        step = run_dir.newest_checkpoint_step()
+        step = newest_step(run_dir, None)
         where = f" {begins(run_dir, step)}" if saves or step is not None else ""
         resume = f"\n  resume{where}: {shlex.join(command)}"
     return say(f"{verdict.reason}{fix}{logs}{resume}")

@@ -7,15 +7,17 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hpctrain.comm.group import TIMEOUT_S, Group, to_json
 from hpctrain.comm.world import World
-from hpctrain.errors import HpctrainError, RunFailed
+from hpctrain.errors import HpctrainError, RunFailed, is_away
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import pieces
 from hpctrain.system import files, safe_read
+from hpctrain.system.retry import files_patiently
 
 MOST_OPENED = 64
 """Number of awaited files from which the folder is listed instead of trying to open each of them."""
@@ -88,7 +90,7 @@ class FolderGroup(Group):
         self.number += 1
         end = time.monotonic() + timeout_s
         with files.writing(self.folder):
-            files.make_folder(self.folder, self.root)
+            files_patiently(partial(files.make_folder, self.folder, self.root))
         if self.rank:
             self._leave(str(self.rank), value)
             everything = self._take({"all"}, what, end)["all"]
@@ -110,9 +112,8 @@ class FolderGroup(Group):
         return self.folder / f"{self.name}-{self.number}-{who}"
 
     def _leave(self, who: str, value: Any) -> None:
-        files.write_atomically(
-            self._path(who), to_json(value), self.root, mode=0o600
-        )  # the monitor's token is among them
+        # The monitor's token is among the values.
+        files_patiently(partial(files.write_atomically, self._path(who), to_json(value), self.root, mode=0o600))
 
     def _take(self, missing: set[str], what: str, end: float) -> dict[str, Any]:
         """Waits for the values of these writers and returns them by writer.
@@ -124,15 +125,11 @@ class FolderGroup(Group):
         found: dict[str, Any] = {}
         pause_s = 0.01
         while True:
-            awaited = missing - found.keys()
-            if len(awaited) > MOST_OPENED:  # only rank 0: listings by all ranks would cost the square of their number
-                there = set(os.listdir(self.folder))
-                awaited = {who for who in awaited if self._path(who).name in there}
-            else:  # NFS remembers which files were missing until the folder is opened
-                os.close(os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-            for who in sorted(awaited):
-                with contextlib.suppress(FileNotFoundError):
-                    found[who] = safe_read.read_json(self._path(who))
+            try:
+                self._look(missing - found.keys(), found)
+            except OSError as error:
+                if not is_away(error):
+                    raise
             if len(found) == len(missing):
                 return found
             if self.interrupted():
@@ -144,6 +141,17 @@ class FolderGroup(Group):
                 )
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
+
+    def _look(self, awaited: set[str], found: dict[str, Any]) -> None:
+        """Adds the values that are there by now. Raises OSError."""
+        if len(awaited) > MOST_OPENED:  # only rank 0: listings by all ranks would cost the square of their number
+            there = set(os.listdir(self.folder))
+            awaited = {who for who in awaited if self._path(who).name in there}
+        else:  # NFS remembers which files were missing until the folder is opened
+            os.close(os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        for who in sorted(awaited):
+            with contextlib.suppress(FileNotFoundError):
+                found[who] = safe_read.read_json(self._path(who))
 
 
 def folder_world(name: str, run_dir: RunDir, attempt: int, place: Place) -> World:

@@ -23,6 +23,7 @@ from hpctrain.run.event_log import EventWriter
 from hpctrain.run.events import CheckpointSaved, RunStarted, Train
 from hpctrain.run.folder import RunDir
 from hpctrain.run.rank_environment import PLACE, STOP_SIGNAL, WATCHED_DIR
+from hpctrain.run.stop_request import is_asked_to_stop
 from hpctrain.system.files import write_atomically
 from hpctrain.system.output import say
 
@@ -117,7 +118,7 @@ class Supervised:
         self.count("stop_requested")
         if not self.asked and time.monotonic() >= self.next_look:
             self.next_look = time.monotonic() + LOOK_S
-            self.asked = self.run_dir.stop_file.exists()
+            self.asked = is_asked_to_stop(self.run_dir)
         if agree and self.place.size > 1:
             self.agree = self.agree or agreement()
             return self.agree(self.asked)

@@ -29,6 +29,7 @@ from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import Ending, ErrorWord, LastWord, WordFile, first_word
 from hpctrain.run.live_lock import BEAT_S
 from hpctrain.run.rank_environment import CONVENTION, PLACE, RUN_DIR, STOP_SIGNAL, WATCHED_DIR, current_attempt
+from hpctrain.run.stop_request import is_asked_to_stop
 from hpctrain.run.verdict import FIXES
 from hpctrain.system import cgroups, processes
 from hpctrain.system.address import LOOPBACK, Interface, interfaces, meeting_address
@@ -249,7 +250,7 @@ def watch(
             if has_failed(child.pid, log):
                 processes.end_process(child, KILL_GRACE_S)
                 return asked or bool(signals.received), 1
-            if not asked and (asked := run_dir.stop_file.exists()):
+            if not asked and (asked := is_asked_to_stop(run_dir)):
                 number_of_stop = signal.Signals[os.environ.get(STOP_SIGNAL, "SIGTERM")]
                 if number_of_stop not in signals.received:  # if it is, the program has received it too
                     child.send_signal(number_of_stop)
@@ -259,7 +260,7 @@ def has_failed(pid: int, log: Path) -> bool:
     """Whether a Python program's main thread has ended with an error, and waits for other threads or ranks to end."""
     end = end_of(log)
     found = list(TRACEBACK.finditer(end))
-    if not found or end[found[-1].end() :].count("\n") > 2 or time.time() - log.stat().st_mtime < SILENT_S:
+    if not found or end[found[-1].end() :].count("\n") > 2 or time.time() - os.path.getmtime(log) < SILENT_S:
         return False
     from hpctrain.monitor.node.stacks import with_py_spy
 

@@ -15,7 +15,7 @@ from hpctrain.run.events import Event, StopRequested
 from hpctrain.run.folder import RunDir
 from hpctrain.run.live_lock import BEAT_S
 from hpctrain.run.rank_environment import current_attempt
-from hpctrain.run.stop_request import BY_PERSON, StopRequest, requested_stop
+from hpctrain.run.stop_request import BY_PERSON, StopRequest, is_asked_to_stop, requested_stop
 from hpctrain.system.signals import StopSignals
 from hpctrain.train.framework import StepResult
 from hpctrain.train.hooks import BaseHook, StopReason, Training
@@ -42,7 +42,6 @@ class StopRequests(BaseHook):
         self.report = report
         self.attempt = current_attempt()
         self.looks_for_file = False
-        self.stop_path = os.fspath(run_dir.stop_file)
         self.next_look = 0.0
         self.next_look_at_fence = 0.0
 
@@ -78,7 +77,7 @@ class StopRequests(BaseHook):
         if now < self.next_look:
             return False
         self.next_look = now + POLL_S
-        return os.path.exists(self.stop_path)
+        return is_asked_to_stop(self.run_dir)
 
     def finds_replacement(self) -> bool:
         """Whether a newer attempt has begun; checks every BEAT_S seconds, as often as the lock is renewed."""
@@ -145,4 +144,4 @@ class SetUpWatch:
 
     def asked(self) -> bool:
         """Whether the run was asked to stop. Parts shorter than LOOK_S ask at their end."""
-        return self.run_dir is not None and self.run_dir.stop_file.exists()
+        return self.run_dir is not None and is_asked_to_stop(self.run_dir)

@@ -30,6 +30,7 @@ from hpctrain.system import safe_read
 from hpctrain.system.files import cannot_write, write_atomically, writing
 from hpctrain.system.json_shape import fields_of, is_count, is_time, maker, sound, without_misfits
 from hpctrain.system.python import version_of
+from hpctrain.system.retry import files_patiently
 
 ALWAYS = ("from_step", "job_id", "git_commit")
 """Fields that an entry of run.json has even if they are null."""
@@ -192,8 +193,8 @@ class Attempts:
             RunFailed: the folder cannot be written.
         """
         if forget_stop:
-            self._forget_stop()
-        info = self.info()
+            files_patiently(self._forget_stop)
+        info = files_patiently(self.info)
         begun = dataclasses.replace(
             attempt,
             started=time.time(),
@@ -204,10 +205,11 @@ class Attempts:
             git_commit=git_commit(),
         )
         identity = {"id": info.get("id") or uuid.uuid4().hex, "created": info.get("created") or time.time()}
-        number = self.ids.take(_json({"run": identity, "attempt": begun.to_json()}), above=info.get("fence", 0))
-        self._summarise()
+        record = _json({"run": identity, "attempt": begun.to_json()})
+        number = files_patiently(lambda: self.ids.take(record, above=info.get("fence", 0)))
+        files_patiently(self._summarise)
         if run_yaml is not None:
-            write_atomically(self.run_dir.run_yaml, run_yaml.encode(), self.run_dir.path)
+            files_patiently(lambda: write_atomically(self.run_dir.run_yaml, run_yaml.encode(), self.run_dir.path))
         return number
 
     def end(self, number: int, verdict: RunVerdict, words: Sequence[LastWord], all_ended: bool = True) -> None:
@@ -235,7 +237,7 @@ class Attempts:
 
     def all(self) -> list[Attempt]:
         """Returns the run's attempts since it last began again, oldest first."""
-        return since_fresh(self.info())
+        return since_fresh(files_patiently(self.info))
 
     def fence(self) -> int:
         """Returns the number of the newest attempt, 0 before the first. Older versions store it in run.json only."""
@@ -270,11 +272,15 @@ class Attempts:
     def _note(self, attempt: int, what: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Adds fields to one of an attempt's own files, which no other attempt writes; returns the new run.json."""
         path = self.ids.path(attempt, what)
-        self.ids.make_folder()
-        with writing(path):
-            before = _read_object(path)
-        write_atomically(path, _json({**before, **fields}), self.run_dir.path)
-        return self._summarise()
+
+        def add() -> dict[str, Any]:
+            self.ids.make_folder()
+            with writing(path):
+                before = _read_object(path)
+            write_atomically(path, _json({**before, **fields}), self.run_dir.path)
+            return self._summarise()
+
+        return files_patiently(add)
 
     def _summarise(self) -> dict[str, Any]:
         """Writes run.json from the attempts' own files; returns its content.

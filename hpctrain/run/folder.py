@@ -6,10 +6,12 @@ import contextlib
 import os
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from hpctrain.errors import UserError
 from hpctrain.system.files import Diverted, make_folder
+from hpctrain.system.retry import files_patiently
 from hpctrain.system.safe_read import NotPlain, head
 
 
@@ -86,10 +88,11 @@ class RunDir:
 
         Raises:
             UserError: one cannot be made.
+            StoreDown: the file server does not answer.
         """
         try:
             for folder in (self.monitor, self.ranks, self.checkpoints, self.logs):
-                make_folder(folder, self.path)
+                files_patiently(partial(make_folder, folder, self.path))
         except Diverted as error:
             fix = "remove it, or set run_dir to another folder; for more space, put the whole run folder elsewhere"
             raise UserError(f"{error.strerror}", fix) from error
@@ -104,10 +107,14 @@ class RunDir:
 
     def newest_checkpoint_step(self) -> int | None:
         """Returns the step of the newest checkpoint: one with a manifest, or a program's own; None if there is none."""
-        found = [step_named(path.parent.name) for path in self.checkpoints.glob("step-*/manifest.json")]
-        with contextlib.suppress(FileNotFoundError, ValueError, NotPlain):
-            found.append(int(head(self.saved_step, 32)))
-        return max((step for step in found if step is not None), default=None)
+
+        def steps() -> list[int | None]:
+            found = [step_named(path.parent.name) for path in self.checkpoints.glob("step-*/manifest.json")]
+            with contextlib.suppress(FileNotFoundError, ValueError, NotPlain):
+                found.append(int(head(self.saved_step, 32)))
+            return found
+
+        return max((step for step in files_patiently(steps) if step is not None), default=None)
 
 
 PARTIAL = ".partial-"

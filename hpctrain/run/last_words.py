@@ -19,13 +19,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from hpctrain.errors import Code
+from hpctrain.errors import Code, StoreDown
 from hpctrain.run.folder import RunDir
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
 from hpctrain.run.verdict import RunVerdict
 from hpctrain.system import files, safe_read
 from hpctrain.system.json_shape import is_count, maker, sound
 from hpctrain.system.processes import birth, machine
+from hpctrain.system.retry import files_patiently
 
 FILE_BYTES = 16384
 """Size of a rank's file; the middle of a longer traceback is cut out."""
@@ -144,15 +145,23 @@ class WordFile:
         Raises:
             RunFailed: the folder cannot be written.
         """
-        with files.writing(self.path):
-            files.make_folder(self.path.parent, self.run)
-        files.write_atomically(self.path, padded(word), self.run)
+
+        def write() -> None:
+            with files.writing(self.path):
+                files.make_folder(self.path.parent, self.run)
+            files.write_atomically(self.path, padded(word), self.run)
+
+        files_patiently(write)
 
     def end(self, word: LastWord) -> None:
-        """Overwrites the word in place. Does not raise an OSError, since there is no one left to report it to."""
-        with contextlib.suppress(OSError):
+        """Overwrites the word in place. Raises no error, since there is no one left to report it to."""
+
+        def write() -> None:
             files.make_folder(self.path.parent, self.run)
             files.overwrite(self.path, padded(word), self.run)
+
+        with contextlib.suppress(OSError, StoreDown):
+            files_patiently(write)
 
 
 def padded(word: LastWord) -> bytes:
@@ -176,12 +185,20 @@ def pieces(run_dir: RunDir, attempt: int) -> Path:
 
 
 def collect(run_dir: RunDir, attempt: int) -> list[LastWord]:
-    """Reads the words that ranks have written so far, sorted by rank."""
-    found = []
-    for path in sorted(pieces(run_dir, attempt).glob("*.json")):
-        with contextlib.suppress(OSError, ValueError):
-            found.append(word_of(safe_read.read_json(path, MOST_WORD_BYTES)))
-    return _by_rank(found)
+    """Reads the words that ranks have written so far, sorted by rank.
+
+    Raises:
+        StoreDown: they cannot be read at the moment.
+    """
+
+    def read() -> list[LastWord]:
+        found = []
+        for path in sorted(pieces(run_dir, attempt).glob("*.json")):
+            with contextlib.suppress(ValueError, FileNotFoundError, PermissionError, safe_read.NotPlain):
+                found.append(word_of(safe_read.read_json(path, MOST_WORD_BYTES)))
+        return _by_rank(found)
+
+    return files_patiently(read)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +218,8 @@ def merge(run_dir: RunDir, attempt: int, words: Sequence[LastWord], verdict: Run
     """
     ranks = [shortened(word, MERGED_BYTES // len(words)) for word in words]
     content = {"attempt": attempt, "verdict": verdict.to_json(), "ranks": ranks}
-    files.write_atomically(run_dir.words(attempt), json.dumps(content, indent=1).encode() + b"\n", run_dir.path)
+    text = json.dumps(content, indent=1).encode() + b"\n"
+    files_patiently(lambda: files.write_atomically(run_dir.words(attempt), text, run_dir.path))
     with contextlib.suppress(OSError):
         files.remove_folder(pieces(run_dir, attempt), run_dir.path)
 
@@ -209,7 +227,7 @@ def merge(run_dir: RunDir, attempt: int, words: Sequence[LastWord], verdict: Run
 def read(run_dir: RunDir, attempt: int) -> AttemptWords | None:
     """Reads the words of an attempt: the merged file, or the ranks' own files if they were not merged."""
     try:
-        saved = _merged(safe_read.read_json(run_dir.words(attempt)))
+        saved = _merged(files_patiently(lambda: safe_read.read_json(run_dir.words(attempt))))
     except (FileNotFoundError, safe_read.NotPlain, safe_read.TooLarge, ValueError):
         words = collect(run_dir, attempt)
         return AttemptWords(tuple(words)) if words else None

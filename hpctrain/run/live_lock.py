@@ -25,6 +25,7 @@ from hpctrain.system import safe_read
 from hpctrain.system.files import create_exclusively, make_folder, write_atomically, writing
 from hpctrain.system.json_shape import is_time, maker, sound
 from hpctrain.system.processes import birth, is_alive, machine
+from hpctrain.system.retry import files_patiently
 
 BEAT_S = 10.0
 """Seconds between two signs of life in the lock file."""
@@ -119,9 +120,9 @@ class LiveLock:
             RunFailed: the folder cannot be used.
         """
         try:
-            while not self._take():
+            while not files_patiently(self._take):
                 pass  # another process was faster
-            self._show()
+            files_patiently(self._show)
         except OSError as error:
             what = f"run folder {self.run_dir.path} cannot be locked: {error.strerror or error}"
             raise RunFailed(what, "check that it may be read and written, then run the same command again") from error
@@ -207,7 +208,7 @@ class LiveLock:
         ticket = self.ids.path(newest)
         for path in (self.file,) if self._is_released(newest) else (self.file, ticket):
             other = _settled(path)
-            if other is not None and is_live(other, silence_s(path), self.holder):
+            if other not in (None, self.holder) and is_live(other, silence_s(path), self.holder):
                 return other
         return None
 

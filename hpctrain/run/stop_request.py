@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 from dataclasses import dataclass
 
@@ -54,6 +55,11 @@ def request_stop(run_dir: RunDir, request: StopRequest) -> None:
         write_atomically(run_dir.stop_file, content, run_dir.path)
     else:
         create_exclusively(run_dir.stop_file, content, run_dir.path)
+
+
+def is_asked_to_stop(run_dir: RunDir) -> bool:
+    """Whether there is a STOP file. False if the file server does not answer at the moment: ask again later."""
+    return os.path.exists(run_dir.stop_file)  # Path.exists would raise
 
 
 def requested_stop(run_dir: RunDir) -> StopRequest | None:

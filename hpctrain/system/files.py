@@ -23,6 +23,8 @@ from hpctrain.errors import RunFailed, file_errors
 FILE_MODE, FOLDER_MODE = 0o664, 0o775
 """Modes before the umask; nothing is made writable by everyone."""
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+"""Errors of a file system without hard links."""
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -137,10 +139,7 @@ def write_atomically(path: Path, content: bytes, root: Path | None = None, mode:
     temporary = _unguessable(path)
     with writing(path), opened(path.parent, root) as folder:
         try:
-            with open(os.open(temporary, _NEW, mode, dir_fd=folder), "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
+            _write_new(temporary, content, mode, folder)
             os.replace(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
         except OSError:
             with contextlib.suppress(OSError):
@@ -182,24 +181,45 @@ def _link_new(path: Path, name: Path) -> bool:
 def create_exclusively(path: Path, content: bytes, root: Path | None = None) -> bool:
     """Creates a file with this content; False if it exists. Exactly one of several callers gets True, also on NFS.
 
+    Others never see it empty or in part, if the file system has hard links: an empty STOP file is a user's request.
+
     Raises:
         RunFailed: it cannot be written.
     """
-    try:
-        with opened(path.parent, root) as folder:
-            handle = os.open(path.name, _NEW, FILE_MODE, dir_fd=folder)
-            try:
-                os.write(handle, content)
-            except OSError:  # an empty file could be misread: an empty STOP file is a user's request to stop
-                with contextlib.suppress(OSError):
-                    os.unlink(path.name, dir_fd=folder)
+    temporary = _unguessable(path)
+    with writing(path), opened(path.parent, root) as folder:
+        try:
+            _write_new(temporary, content, FILE_MODE, folder)
+            os.link(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in NO_LINKS:
                 raise
-            finally:
-                os.close(handle)
+            return _create_without_links(path.name, content, folder)
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary, dir_fd=folder)
+    return True
+
+
+def _write_new(name: str, content: bytes, mode: int, folder: int) -> None:
+    """Creates a file of a folder with this content, on disk. A server may report a full disk only then."""
+    with open(os.open(name, _NEW, mode, dir_fd=folder), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _create_without_links(name: str, content: bytes, folder: int) -> bool:
+    try:
+        _write_new(name, content, FILE_MODE, folder)
     except FileExistsError:
         return False
-    except OSError as error:
-        raise cannot_write(path, error) from error
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=folder)
+        raise
     return True
 
 

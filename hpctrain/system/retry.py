@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import TypeVar
 
+from hpctrain.errors import FILE_SERVER, RunFailed, StoreDown
+
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
+
+FILE_PAUSES_S = (0.1, 0.5, 2.0, 5.0)
+"""Seconds between attempts to use a file whose server does not answer."""
+AWAY = (*FILE_SERVER, errno.EAGAIN)
+"""Errors seen while a file server fails over."""
 
 
 def retried(
@@ -38,3 +47,46 @@ def retried(
 def retry(call: Callable[[], T], again: type[E], pauses_s: Iterable[float], pause: Callable[[float, E], object]) -> T:
     """Calls ``call`` until it does not raise ``again``; returns its result. See ``retried``."""
     return next(retried(lambda: map(lambda one: one(), [call]), again, pauses_s, pause))
+
+
+def files_patiently(use: Callable[[], T]) -> T:
+    """Calls ``use`` until it succeeds, as long as a file server is down, pausing FILE_PAUSES_S; returns its result.
+
+    Not for what is polled: it may take seconds.
+
+    Raises:
+        StoreDown: the server stays down.
+        Exception: any other error of ``use``.
+    """
+
+    def pause(pause_s: float, error: Exception) -> None:
+        if isinstance(error, StoreDown) or not _is_away(error):
+            raise error
+        time.sleep(pause_s)
+
+    try:
+        return retry(use, Exception, FILE_PAUSES_S, pause)
+    except (OSError, RunFailed) as error:
+        if isinstance(error, StoreDown) or not _is_away(error):
+            raise
+        raise StoreDown(*_told(error)) from error
+
+
+def read_patiently(use: Callable[[], T]) -> T:
+    """Calls ``use`` as ``files_patiently`` does. Raises RunFailed for any error of the file system."""
+    try:
+        return files_patiently(use)
+    except OSError as error:
+        raise RunFailed(*_told(error)) from error
+
+
+def _is_away(error: BaseException) -> bool:
+    cause = error if isinstance(error, OSError) else error.__cause__
+    return isinstance(cause, OSError) and cause.errno in AWAY
+
+
+def _told(error: OSError | RunFailed) -> tuple[str, str]:
+    if isinstance(error, RunFailed):
+        return error.what, error.fix
+    what = f"{error.filename or 'the run folder'} cannot be used: {error.strerror or error}"
+    return what, "see whether its file system answers, then start the run again"

@@ -36,6 +36,8 @@ class FileServer:
 
         def call(target: Any, *rest: Any, **options: Any) -> Any:
             path = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else os.fspath(target)
+            if (folder := options.get("dir_fd", options.get("src_dir_fd"))) is not None:
+                path = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), path)
             if self.left > 0 and self.where in path:
                 self.left -= 1
                 self.failed += 1

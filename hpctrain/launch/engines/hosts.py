@@ -21,7 +21,6 @@ from hpctrain.launch.attempt import Launch
 from hpctrain.launch.engines import run_encoded
 from hpctrain.launch.engines.local import RunRequest, rank_command, rank_environment, supervised
 from hpctrain.launch.mpi_library import Flavour, MpiRun, find_mpirun, launcher_environment, probe
-from hpctrain.launch.outage_retry import read_patiently
 from hpctrain.launch.postmortem import unreachable
 from hpctrain.launch.supervisor import choose, say_continues
 from hpctrain.run import last_words
@@ -148,7 +147,7 @@ class Hosts:
                 return None
             self.lost.add(host)
         if verdict.code is Code.NODE:
-            gone = read_patiently(lambda: unreachable(self.run_dir, Attempts(self.run_dir).all()[-1].number))
+            gone = unreachable(self.run_dir, Attempts(self.run_dir).all()[-1].number)
             others = {self.used[rank // self.per_node] for rank in gone}
             if self.without(self.lost | others):  # else the run waits for them
                 self.lost |= others
@@ -194,7 +193,7 @@ class Hosts:
         """Returns the host that a verdict blames, as named in the run file; None if unknown."""
         if verdict.host in self.used:
             return verdict.host
-        words = read_patiently(lambda: last_words.read(self.run_dir, Attempts(self.run_dir).all()[-1].number))
+        words = last_words.read(self.run_dir, Attempts(self.run_dir).all()[-1].number)
         of_host = [word.rank for word in (words.ranks if words else ()) if word.host == verdict.host]
         rank = next((rank for rank in (verdict.rank, *of_host) if rank is not None), None)
         return None if rank is None else self.used[rank // self.per_node]

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from hpctrain.errors import RunFailed
-from hpctrain.launch import outage_retry
 from hpctrain.launch.attempt import Launch, Limits
 from hpctrain.launch.supervisor import supervise
 from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.folder import RunDir
-from hpctrain.run.last_words import LastWord
-from hpctrain.run.verdict import Action, RunVerdict
-from hpctrain.system import safe_read
+from hpctrain.run.last_words import Ending, WordFile, first_word
+from hpctrain.run.verdict import Action
+from hpctrain.system import retry, safe_read
+from tests.support.faults import FileServer
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Pauses that were made; none takes time."""
     pauses: list[float] = []
-    monkeypatch.setattr(outage_retry.time, "sleep", pauses.append)
+    monkeypatch.setattr(retry.time, "sleep", pauses.append)
     return pauses
 
 
@@ -35,11 +37,11 @@ def test_a_file_server_that_is_away_is_asked_again_until_patience_ends(asked: li
             raise answer
         return answer
 
-    assert outage_retry.read_patiently(read) == "content" and asked == list(outage_retry.FILE_PAUSES_S[:2])
+    assert retry.read_patiently(read) == "content" and asked == list(retry.FILE_PAUSES_S[:2])
     answers[:] = [OSError(errno.EIO, os.strerror(errno.EIO), "run.json")] * 9
     with pytest.raises(RunFailed, match=r"run\.json cannot be used: Input/output error"):
-        outage_retry.read_patiently(read)
-    assert len(asked) == 2 + len(outage_retry.FILE_PAUSES_S)
+        retry.read_patiently(read)
+    assert len(asked) == 2 + len(retry.FILE_PAUSES_S)
 
 
 def test_other_errors_are_not_waited_for(asked: list[float]) -> None:
@@ -47,8 +49,59 @@ def test_other_errors_are_not_waited_for(asked: list[float]) -> None:
         raise PermissionError(errno.EACCES, "no", "run.json")
 
     with pytest.raises(RunFailed, match=r"run\.json"):
-        outage_retry.read_patiently(read)
+        retry.read_patiently(read)
     assert not asked
+
+
+def ended(run: RunDir, number: int) -> None:
+    """Two ranks that have completed an attempt."""
+    for rank in range(2):
+        last = dataclasses.replace(first_word(rank), pid=1000 + rank, ending=Ending.COMPLETED, exit_code=0, step=4)
+        WordFile.of(run, number, last).begin(dataclasses.replace(last, ended=time.time()))
+
+
+@pytest.mark.parametrize(
+    ("call", "where"),
+    [
+        *(("mkdir", name) for name in ("run", "logs")),
+        *(("listdir", name) for name in ("locks/run", "attempts")),
+        *(("scandir", name) for name in ("checkpoints", "ranks/1")),
+        *(("open", name) for name in ("run.lock", "run.json", "attempts", "ranks/1/", "attempts/1.ended")),
+        *(("replace", name) for name in (".run.lock", ".run.json", ".run.yaml", "ended", "ranks/.")),
+        *(("unlink", name) for name in ("STOP", "attempts/.")),
+    ],
+)
+def test_a_file_server_that_fails_once_costs_a_completed_run_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[float], call: str, where: str
+) -> None:
+    run = RunDir(tmp_path / "run")
+    server = FileServer(errno.ESTALE, where, call)
+
+    def begun(number: int) -> Launch:
+        left, server.left = server.left, 0
+        ended(run, number)
+        server.left = left
+        return Launch(["true"], {}, 2)
+
+    server.install(monkeypatch)
+    verdict = supervise(run, begun, Limits(), Attempt(), run_yaml="name: r")
+    assert server.failed == 1, "it was in the way"
+    assert verdict.action is Action.DONE and Attempts(run).all()[-1].verdict == verdict
+    assert run.run_yaml.read_text() == "name: r"
+
+
+def test_a_file_server_that_stays_away_is_no_reason_to_forget_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[float]
+) -> None:
+    run = RunDir(tmp_path / "run")
+
+    def begun(number: int) -> Launch:
+        ended(run, number)
+        FileServer(errno.EIO, "ranks/1", "scandir", 1000).install(monkeypatch)
+        return Launch(["true"], {}, 2)
+
+    verdict = supervise(run, begun, Limits(), Attempt())
+    assert verdict.action is Action.REQUEUE and sum(pause for pause in asked if pause >= 0.5) < 60
 
 
 @pytest.mark.parametrize("errors", [1, 1000])
@@ -75,20 +128,3 @@ def test_run_json_that_cannot_be_read_when_the_ranks_end_costs_no_verdict(
     left[0] = 0
     if errors == 1:
         assert Attempts(run).all()[-1].verdict == verdict
-
-
-def test_words_are_recorded_although_the_first_write_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[float]
-) -> None:
-    from hpctrain.launch import supervisor
-
-    ends: list[int] = []
-
-    def end(self: Attempts, number: int, verdict: RunVerdict, words: list[LastWord]) -> None:
-        ends.append(number)
-        if len(ends) == 1:
-            raise RunFailed("cannot write", "see") from OSError(errno.EIO, "EIO")
-
-    monkeypatch.setattr(Attempts, "end", end)
-    supervisor.record(RunDir(tmp_path), 3, RunVerdict(Action.DONE, supervisor.ExitCode.DONE, "done"), [])
-    assert ends == [3, 3]

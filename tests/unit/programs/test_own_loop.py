@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from hpctrain.programs.folder_group import place_of
 from hpctrain.programs.own_loop import Supervised, delayed
 from hpctrain.run.folder import RunDir
 from hpctrain.run.run_view import RunView
+from tests.support.faults import FileServer
 
 
 @pytest.fixture
@@ -60,6 +62,17 @@ def test_a_stop_signal_only_sets_a_flag(link: Callable[..., Supervised], number:
     assert not hpctrain.stop_requested()
     signal.raise_signal(number)
     assert hpctrain.stop_requested() and hpctrain.stop_requested()
+
+
+def test_a_file_server_that_fails_does_not_end_the_program(
+    link: Callable[..., Supervised], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = link()
+    server = FileServer(errno.ESTALE, "STOP", "stat").install(monkeypatch)
+    made.run_dir.stop_file.touch()
+    assert not hpctrain.stop_requested() and server.failed == 1
+    made.next_look = 0.0
+    assert hpctrain.stop_requested(), "it is asked again"
 
 
 def test_a_first_call_from_another_thread_leaves_the_handlers_to_the_main_one(link: Callable[..., Supervised]) -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from hpctrain.comm.world import launched_rank
 from hpctrain.errors import Code
-from hpctrain.programs.folder_group import MeetingStopped
+from hpctrain.programs.folder_group import FolderGroup, MeetingStopped
 from hpctrain.programs.plain_command import ending, said_last, start_program, watch
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import Ending, LastWord
@@ -23,6 +25,7 @@ from hpctrain.run.stop_request import StopRequest, request_stop
 from hpctrain.system import processes
 from hpctrain.system.signals import StopSignals
 from tests.support.command import gone, wait_for
+from tests.support.faults import FileServer
 from tests.support.mpi import PATIENCE_S
 
 WORD = LastWord(1, "n1", 1, 1.0, 0.0)
@@ -257,6 +260,23 @@ def test_a_program_that_has_got_the_stop_signal_does_not_get_it_again(
     child = subprocess.Popen(["sleep", "1" if received else "600"])
     assert watch(child, run, 1, 1, signals, tmp_path / "log")[0]
     assert child.returncode == code
+
+
+def test_a_file_server_that_fails_ends_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    server = FileServer(errno.EIO, "STOP", "stat", 1000).install(monkeypatch)
+    child = subprocess.Popen(["sleep", "0.3"])
+    assert watch(child, run, 1, 1, StopSignals(), tmp_path / "log") == (False, 0) and server.failed
+
+
+def test_ranks_meet_although_the_file_server_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir(tmp_path)
+    server = FileServer(errno.ESTALE, "ranks/1", "open", 3).install(monkeypatch)
+    first, second = (FolderGroup("g", run, 1, rank, 2) for rank in range(2))
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(second.allgather, "b")
+        assert first.allgather("a") == other.result() == ["a", "b"] and server.failed == 3
 
 
 def test_a_signal_while_a_program_starts_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ from tests.support.mpi import PATIENCE_S
 ELSEWHERE = {"machine": "another machine", "host": "n9"}
 
 PREAMBLE = """
-import dataclasses, json, os, signal, sys, time
+import dataclasses, errno, json, os, signal, sys, time
 from pathlib import Path
 from hpctrain.errors import Replaced, UserError
 from hpctrain.run.live_lock import LiveLock, myself
@@ -131,7 +131,11 @@ def slow(handle, fsync=os.fsync):
 
 def test_a_beginning_that_sleeps_in_its_fsync_shares_its_number_with_nobody(run: RunDir) -> None:
     program = f"""{SLOW_DISK}
-os.fsync = slow
+once = os.link
+def then_slow(*paths, **folders):
+    once(*paths, **folders)
+    os.link, os.fsync = once, slow
+os.link = then_slow
 number = Attempts(run).begin(Attempt(host="slow"))
 print(number)
 try:
@@ -271,11 +275,15 @@ while rounds < 60:
 
 def test_a_process_that_sleeps_while_it_takes_the_lock_does_not_have_it(run: RunDir) -> None:
     program = """
-def slow(handle, content, write=os.write):
-    os.write = write
-    os.kill(os.getpid(), signal.SIGSTOP)
-    return write(handle, content)
-os.write = slow
+def no_links(*_, **__):
+    raise PermissionError(errno.EPERM, "not on this file system")
+def slow(path, *given, once=os.open, **options):
+    handle = once(path, *given, **options)
+    if path == "1.json":
+        os.open = once
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return handle
+os.link, os.open = no_links, slow
 try:
     LiveLock(run, myself()).acquire()
 except UserError as error:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,6 +27,7 @@ from hpctrain.run.last_words import (
 )
 from hpctrain.run.verdict import Action, RunVerdict
 from hpctrain.system import safe_read
+from tests.support.faults import FileServer
 
 DONE = RunVerdict(Action.DONE, ExitCode.DONE, "done after step 4", code=Code.COMPLETED)
 
@@ -33,6 +36,19 @@ def opened(tmp_path) -> RunDir:
     run_dir = RunDir(tmp_path)
     run_dir.create()
     return run_dir
+
+
+@pytest.mark.parametrize("call", ["mkdir", "open"])
+def test_a_last_word_is_not_lost_with_one_answer_of_the_file_server(tmp_path, monkeypatch, call):
+    run_dir = opened(tmp_path)
+    word = first_word(3)
+    file = WordFile.of(run_dir, 1, word)
+    file.begin(word)
+    FileServer(errno.ESTALE, "ranks/1", call).install(monkeypatch)
+    last = dataclasses.replace(word, ending=Ending.COMPLETED, ended=1.0, exit_code=0, step=4)
+    file.end(last)
+    FileServer(errno.EIO, ".json", "open").install(monkeypatch)
+    assert collect(run_dir, 1) == [last]
 
 
 def test_the_last_word_overwrites_the_first_in_place(tmp_path):

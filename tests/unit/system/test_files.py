@@ -134,16 +134,40 @@ def test_files_are_not_for_everybody_to_write(run: Path) -> None:
     assert not [path for path in (run / "a", *(run / "a").iterdir()) if path.stat().st_mode & stat.S_IWOTH]
 
 
-def test_a_file_that_nothing_can_be_written_to_is_not_left_empty(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "no space left")
+def refusing(code: int) -> Callable[..., int]:
+    """A system call that fails."""
 
-    monkeypatch.setattr(os, "write", full)
+    def call(*_: object, **__: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    return call
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_file_that_nothing_can_be_written_to_is_not_left_empty(
+    run: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    if not links:
+        monkeypatch.setattr(os, "link", refusing(errno.EOPNOTSUPP))
+    monkeypatch.setattr(os, "fsync", refusing(errno.EDQUOT))  # NFS tells of a quota only now
     with pytest.raises(RunFailed, match="cannot write"):
         files.create_exclusively(run / "STOP", b"requeue", run)
     assert not list(run.iterdir())
     monkeypatch.undo()
     assert files.create_exclusively(run / "STOP", b"requeue", run)
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_of_several_one_creates_a_file_and_others_see_it_whole(
+    run: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    seen: list[bool] = []
+    if not links:
+        monkeypatch.setattr(os, "link", refusing(errno.EPERM))
+    monkeypatch.setattr(os, "fsync", lambda handle: seen.append((run / "STOP").exists()))
+    assert files.create_exclusively(run / "STOP", b"first", run) and seen[-1] is not links
+    assert not files.create_exclusively(run / "STOP", b"second", run)
+    assert [path.name for path in run.iterdir()] == ["STOP"] and (run / "STOP").read_bytes() == b"first"
 
 
 # Replacing

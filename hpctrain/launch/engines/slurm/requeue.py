@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from hpctrain.config.sections import Config
 from hpctrain.errors import HpctrainError, NoRequeue, RunFailed, UserError
@@ -12,10 +13,11 @@ from hpctrain.launch.engines.jobs import SCRIPT, Submitted, note, submissions, w
 from hpctrain.launch.engines.slurm import client, leave_out
 from hpctrain.launch.engines.slurm.job import Job, Who, who_ends
 from hpctrain.launch.engines.slurm.submission import apart, is_element, plan, send
-from hpctrain.launch.outage_retry import patiently, read_patiently
+from hpctrain.launch.outage_retry import patiently
 from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.system.output import say
+from hpctrain.system.retry import files_patiently
 
 BY_HAND = "hpctrain resume continues from the last checkpoint; hpctrain submit --chain N submits N jobs beforehand"
 
@@ -42,7 +44,7 @@ def requeue(config: Config, run: RunDir, job: Job) -> bool:
         raise Cancelled("the job has been cancelled", "hpctrain resume continues from the last checkpoint")
     if slurm.requeue is False:
         raise UserError("launch.slurm.requeue is false", "submit the run again, or use hpctrain submit --chain")
-    attempts, jobs = read_patiently(Attempts(run).all), read_patiently(lambda: submissions(run, "slurm"))
+    attempts, jobs = Attempts(run).all(), submissions(run, "slurm")
     if requeues(attempts, jobs, job.id) >= slurm.max_requeues:
         raise NoRequeue(f"launch.slurm.max_requeues {slurm.max_requeues} is used up", "hpctrain resume starts it again")
     option = leave_out.option(config, run)
@@ -69,9 +71,10 @@ def has_script(config: Config, run: RunDir, job: Job) -> bool:
     Raises:
         RunFailed: it cannot be written.
     """
-    if is_element(run, job.id) and not (run.path / SCRIPT).exists():
+    exists = partial(files_patiently, (run.path / SCRIPT).exists)
+    if is_element(run, job.id) and not exists():
         write(plan(config, run))
-    return (run.path / SCRIPT).exists()
+    return exists()
 
 
 def succeed(run: RunDir, job: Job, options: Sequence[str] = ()) -> None:
@@ -110,18 +113,17 @@ def requeues(attempts: Sequence[Attempt], jobs: Sequence[Submitted], job: str) -
 
 def end_chain(run: RunDir, job: Job) -> None:
     """Cancels the later jobs of a chain: there is nothing left to do, or they would fail too."""
-    jobs = [each.job for each in submissions(run, "slurm")]
-    later = jobs[jobs.index(job.id) + 1 :] if job.id in jobs else []
+    try:
+        jobs = [each.job for each in submissions(run, "slurm")]
+        later = jobs[jobs.index(job.id) + 1 :] if job.id in jobs else []
+        later, others = apart(run, later) if later else ([], [])
+    except HpctrainError as error:
+        say(str(error))
+        return
+    for sentence in others:
+        say(sentence)
     if later:
-        try:
-            later, others = apart(run, later)
-        except HpctrainError as error:
-            say(str(error))
-            return
-        for sentence in others:
-            say(sentence)
-        if later:
-            take_out(later, pending_only=True)
+        take_out(later, pending_only=True)
 
 
 def take_out(jobs: Sequence[str], pending_only: bool = False) -> None:

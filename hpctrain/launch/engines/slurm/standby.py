@@ -15,13 +15,13 @@ from hpctrain.launch.engines.slurm import client
 from hpctrain.launch.engines.slurm.job import Who, current, who_ends
 from hpctrain.launch.engines.slurm.requeue import take_out
 from hpctrain.launch.engines.slurm.supervise import follow
-from hpctrain.launch.outage_retry import read_patiently
 from hpctrain.launch.supervisor import record
 from hpctrain.run import live_lock
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import collect
 from hpctrain.run.verdict import failed_with
+from hpctrain.system.retry import read_patiently
 
 LOOK_S = 10.0
 
@@ -32,7 +32,7 @@ def main() -> int:
     assert job is not None, "a step of a job"
     while (host := lost_host(run_dir)) is None:
         time.sleep(LOOK_S)
-    number = read_patiently(Attempts(run_dir).all)[-1].number  # the file server may have noticed the loss, too
+    number = Attempts(run_dir).all()[-1].number
     what = f"{host} was lost, and the supervisor with it"
     verdict = failed_with(Code.NODE, what, "the same command resumes it", host=host)
     record(run_dir, number, verdict, collect(run_dir, number))

@@ -107,7 +107,10 @@ def attempt(config: Config, run_dir: RunDir, job: Job, parent: int, verbose: boo
     if final is not verdict:
         amend(run_dir, job, final)
     publish(final, config, run_dir, job)
-    leave_out.note_culprit(config, run_dir)
+    try:
+        leave_out.note_culprit(config, run_dir)
+    except (HpctrainError, OSError) as error:
+        say(f"no node is excluded: {error}")
     if who is Who.REQUEUE and final.action is Action.REQUEUE:
         await_end(parent, received)
         return final.exit_code
@@ -283,7 +286,7 @@ def amend(run_dir: RunDir, job: Job, verdict: RunVerdict) -> None:
     try:
         if number := of_job(run_dir, job).number:
             Attempts(run_dir).amend(number, verdict)
-    except HpctrainError as error:
+    except (HpctrainError, OSError) as error:
         say(str(error))
 
 

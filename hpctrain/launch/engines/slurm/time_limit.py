@@ -17,6 +17,7 @@ from hpctrain.run.events import RunStarted
 from hpctrain.run.folder import RunDir
 from hpctrain.run.run_view import RunView
 from hpctrain.system.quantities import duration
+from hpctrain.system.retry import files_patiently
 
 LOOK_S = 30.0
 """Seconds between two questions to Slurm, which itself checks time limits as often."""
@@ -82,5 +83,6 @@ class TimeLimit:
 def start_s(run: RunDir) -> float:
     """Returns the seconds that earlier attempts took at least from their start to that of training; 0 if unknown."""
     started = {attempt.number: attempt.started for attempt in Attempts(run).all() if attempt.started}
-    begun = [event for event in RunView(run.path).events() if isinstance(event, RunStarted)]
+    events = files_patiently(RunView(run.path).events)
+    begun = [event for event in events if isinstance(event, RunStarted)]
     return min((event.time - started[event.attempt] for event in begun if event.attempt in started), default=0.0)

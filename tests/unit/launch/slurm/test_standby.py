@@ -21,6 +21,7 @@ from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.live_lock import STALE_S, LiveLock, myself
 from hpctrain.run.verdict import Action
+from tests.support.faults import FileServer
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n2", "SLURM_NTASKS": "1"}
 
@@ -119,19 +120,13 @@ def test_a_file_server_that_fails_over_at_that_moment_is_waited_for(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The node that was lost, or its switch, may have served files too; nobody else requeues the job."""
-    failures, all_of, done = [OSError(errno.ESTALE, "stale")], Attempts.all, []
-
-    def read(attempts: Attempts) -> list[Attempt]:
-        if failures:
-            raise failures.pop()
-        return all_of(attempts)
+    server, done = FileServer(errno.ESTALE, "run.json", "open").install(monkeypatch), []
 
     def no_space(*about: object) -> None:
         raise RunFailed("no space left on device", "free some")
 
-    monkeypatch.setattr(Attempts, "all", read)
     monkeypatch.setattr(Attempts, "end", no_space)
     monkeypatch.setattr(standby, "load", lambda path: Config("r", launch=LaunchConfig(command=("true",))))
     monkeypatch.setattr(standby, "follow", lambda verdict, *about, parent: done.append(verdict.host) or 70)
     monkeypatch.setattr(client, "job_fields", lambda job: {})
-    assert standby.main() == 70 and done == ["n1"] and not failures
+    assert standby.main() == 70 and done == ["n1"] and server.failed == 1
