@@ -424,9 +424,11 @@ class Group:
         what: str,
         timeout_s: float = TIMEOUT_S,
         awake_s: float = 1e-4,
-        most_pause_s: float = 0.01,
+        pause_s: float | None = None,
     ) -> None:
         """Polls, then sleeps for ever longer intervals, so that waiting ranks leave the cores to working ones.
+
+        With ``pause_s``, it sleeps that long between polls from the start.
 
         Raises:
             RunFailed: ``done`` has not returned true within ``timeout_s`` seconds.
@@ -441,10 +443,10 @@ class Group:
                     f"rank {self.rank} of {self.size} waited {waited:.0f} s for the other ranks to {what}",
                     "look for the rank that never arrived in the logs of the run folder",
                 )
-            if waited <= awake_s:
+            if pause_s is None and waited <= awake_s:
                 os.sched_yield()
             else:
-                time.sleep(min(waited / 20, most_pause_s))
+                time.sleep(pause_s or min(waited / 20, 0.01))
 
 
 def to_json(value: Any) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import weakref
 from datetime import timedelta
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.backends.torch.process_groups import ProcessGroup
-from hpctrain.backends.torch.reduce.messages import HorovodSender
+from hpctrain.backends.torch.reduce.messages import POLL_S, HorovodSender
 from hpctrain.backends.torch.strategies.exchange import HostExchange, TorchExchange
 from hpctrain.backends.torch.strategies.tp_group import TPGroup
 from hpctrain.comm.group import MOST_COUNTED_S, Group
@@ -87,14 +88,14 @@ def test_16_bit_values_are_added_in_fp32_unless_asked_and_able(able: bool, exact
 
 
 def test_a_sum_that_horovod_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = itertools.count(step=MOST_COUNTED_S)
-    monkeypatch.setattr(
-        "hpctrain.comm.group.time", SimpleNamespace(monotonic=lambda: next(ticks), sleep=lambda seconds: None)
-    )
+    ticks, slept = itertools.count(step=MOST_COUNTED_S), set[float]()
+    monkeypatch.setattr("hpctrain.comm.group.time", SimpleNamespace(monotonic=lambda: next(ticks), sleep=slept.add))
+    monkeypatch.setattr(os, "sched_yield", lambda: slept.add(0))
     horovod = SimpleNamespace(grouped_allreduce_async_=lambda *_, **__: 7, poll=lambda handle: False, Sum=0)
     wait = HorovodSender(Lease(horovod, 0), Group("data")).send(torch.zeros(3), 0)  # type: ignore[arg-type]
     with pytest.raises(RunFailed, match="rank 0 of 1 waited 900 s for the other ranks to add up gradients"):
         wait()
+    assert slept == {POLL_S}  # never more often: each poll stops Horovod's thread
 
 
 def test_horovods_messages_are_few_in_all_however_gradients_are_divided() -> None:
