@@ -58,7 +58,7 @@ TOKENS: dict[str, int] = {
     "errors": 1048,
     "system": 13923,
     "config": 11611,
-    "comm": 6104,
+    "comm": 6112,
     "run": 26441,
     "data": 37640,
     "reduce": 11924,
