@@ -68,8 +68,14 @@ def speeds(lines: Iterable[str]) -> Speeds | None:
 
 
 def slow(found: Speeds) -> list[Fault]:
-    """Returns the slow links and GPUs; they do not end a job, but a network that NCCL leaves unused does."""
-    return [Fault(one.what, one.fix, one.host, fatal=one.fatal) for one in judge_speeds(found)]
+    """Returns the slow links and GPUs, for a job with GPUs; they do not end it, but a network that NCCL leaves unused
+    does."""
+    problems = [Fault(one.what, one.fix, one.host, fatal=one.fatal) for one in judge_speeds(found)]
+    if found.device == "cpu":
+        what = "the job has GPUs, and PyTorch computes on the CPUs"
+        fix = "install a PyTorch for these GPUs; in a container, pass them in (apptainer exec --nv or --rocm)"
+        problems.append(Fault(what, fix, fatal=False))
+    return problems
 
 
 def hosts_of_tasks(found: Reports) -> dict[int, str]:

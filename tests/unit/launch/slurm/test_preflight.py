@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hpctrain.comm.speeds import Speeds
 from hpctrain.launch.engines.slurm import probe
 from hpctrain.launch.engines.slurm.preflight import Expected, Fault, hosts_of_tasks, judge, reports, slow, speeds
 from hpctrain.launch.engines.slurm.probe import MARK
@@ -198,3 +199,9 @@ def test_what_is_slow_is_told_and_an_unused_network_is_fatal() -> None:
     sockets, link = slow(found)
     assert sockets.fatal and not sockets.launcher and "aws-ofi-nccl" in sockets.fix
     assert link == Fault("n1 and n2 exchange at 0.5 GB/s, less than 1", link.fix, fatal=False)
+
+
+def test_ranks_that_compute_on_the_cpus_of_a_job_with_gpus_are_told() -> None:
+    """A container without them has no device file either, by which a rank would notice."""
+    [unused] = slow(Speeds("cpu"))
+    assert not unused.fatal and "--nv" in unused.fix
