@@ -70,7 +70,7 @@ TOKENS: dict[str, int] = {
     "track": 6454,
     "rank": 15614,
     "programs": 4854,
-    "launch": 50210,
+    "launch": 50241,
     "report": 11333,
     "callbacks": 916,
     "watch": 4669,
