@@ -22,8 +22,8 @@ from hpctrain.reduce.horovod_setup import Lease
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 """Dtypes of messages by ``reduce.compression``."""
 POLL_S = 2e-4
-"""Polling interval. Each poll stops Horovod's thread on this core, and so the sum on all ranks: with shorter intervals, a
-sum of 20 MiB took 10.0 ms in place of 8.4."""
+"""Polling interval. Each poll stops Horovod's thread on this core, and so the sum on all ranks: with shorter intervals,
+a sum of 20 MiB took 10.0 ms in place of 8.4."""
 WHAT = "add up gradients"
 """Completes "waited for the other ranks to ..." in errors."""
 
