@@ -28,8 +28,8 @@ NOT_PERMITTED = "not permitted here: "
 """Prefix of a skip reason that CI accepts."""
 _AT_THE_TOP = re.compile(r'(?m)^(import \S*|from \S*( import .*)?|\w.*importorskip\(")(torch|tensorflow|keras)')
 """Imports of a framework, or of a module of hpctrain or the tests named after the framework that it imports."""
-_OF_LIBRARIES = ("PYTEST_", "TF2_", "KERAS_", "KMP_", "TF_", "TORCH", "MPLBACKEND", "COLUMNS", "LINES")
-"""Prefixes of environment variables that pytest and the frameworks set when imported."""
+_OF_LIBRARIES = ("PYTEST_", "TF2_", "KERAS_", "KMP_", "TF_", "TORCH", "MPLBACKEND", "COLUMNS", "LINES", "SOCKET_OF")
+"""Prefixes of environment variables that pytest, the frameworks when imported, and tests/support/warm_ranks.py set."""
 SLURM = "tests/slurm/"
 FIRST = (SLURM, *(f"tests/dist/test_{name}.py" for name in ("engines", "readme", "sweep", "tutorial", "recipes")))
 """Files that take minutes begin first, or one of them would run alone in the end. Slurm's count as one."""

@@ -1,32 +1,21 @@
-"""Fixtures: finished runs that several tests read, each launched once, and hosts with separate networks."""
+"""Hosts with separate networks, and processes that fork ranks, which xdist's workers share."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support import netns
-from tests.support.command import hpctrain, misbehaving_run
-from tests.support.mpi import Result
+from tests.support import netns, warm_ranks
+from tests.support.mpi import ROOT, rank_environment
 
 
-@dataclass(frozen=True)
-class Ended:
-    """A finished run of two ranks."""
-
-    folder: Path
-    """Folder of the run file; the run folder is ``run`` inside it."""
-    said: Result
-    """Output and exit code of ``hpctrain run``."""
-
-    @property
-    def run(self) -> Path:
-        """The run folder; tests must only read it."""
-        return self.folder / "run"
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """Import the frameworks once, while the workers collect tests."""
+    for framework in ("torch", "tensorflow"):
+        warm_ranks.start(framework, rank_environment({"PYTHONPATH": str(ROOT)}))
 
 
 @pytest.fixture
@@ -39,16 +28,3 @@ def network(tmp_path: Path) -> Iterator[netns.Network]:
             yield made
     except netns.NotPermitted as error:
         pytest.skip(str(error))
-
-
-@pytest.fixture(scope="session")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]:
-    """`ended(mode)`: a run of programs/launch_task.py whose rank 1 misbehaves in this mode; by default none does."""
-
-    @functools.cache
-    def run(mode: str = "") -> Ended:
-        folder = tmp_path_factory.mktemp(mode or "well-behaved")
-        said = hpctrain("run", "-n", 2, misbehaving_run(folder, mode), code=None, warm="torch")
-        return Ended(folder, said)
-
-    return run

@@ -34,20 +34,21 @@ def assert_nothing_ran(trap: Path, said: Result) -> None:
 
 
 @pytest.mark.parametrize("start", [[PROGRAM], HPCTRAIN], ids=["program", "module"])
-@pytest.mark.parametrize("words", [["doctor", "--json"], ["install-horovod", "--json"], ["status", "."]])
-def test_commands(trap: Path, start: list[str], words: list[str]) -> None:
-    said = run(trap, *start, *words)
-    assert_nothing_ran(trap, said)
-    if words[0] == "doctor":
-        topics = {finding["topic"]: finding["status"] for finding in json.loads(said.stdout)["findings"]}
-        assert topics["PyTorch"] == topics["TensorFlow"] == topics["HDF5"] == "ok", said.stdout
+def test_commands(trap: Path, start: list[str]) -> None:
+    """Of both starts, the doctor looks at a task below, and by the program on two ranks."""
+    for words in (["install-horovod", "--json"], ["status", "."]):
+        assert_nothing_ran(trap, run(trap, *start, *words))
 
 
+@pytest.mark.tour
 @pytest.mark.world_size(2)
-def test_ranks_of_the_doctor(trap: Path) -> None:
-    said = run(trap, PROGRAM, "run", "-n", "2", "--doctor")
+def test_the_doctor_measures_the_connection_between_ranks(trap: Path) -> None:
+    said = run(trap, PROGRAM, "run", "-n", "2", "--doctor", "--json")
     assert_nothing_ran(trap, said)
-    assert "2 on " in said.stdout
+    found = {finding["topic"]: finding["value"] for finding in json.loads(said.stdout)["findings"]}
+    assert found["ranks"].startswith("2 on ")
+    assert float(found["latency"].split()[0]) < 10_000
+    assert float(found["bandwidth"].split()[0]) > 0.01
 
 
 TASK = """
@@ -99,19 +100,21 @@ def test_ours_is_imported_before_the_tasks_folder_is_looked_into(trap: Path, tmp
     assert_nothing_ran(trap, said)
 
 
-def test_trying_a_task_runs_the_task_alone(trap: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", [[PROGRAM], HPCTRAIN], ids=["program", "module"])
+def test_trying_a_task_runs_the_task_alone(trap: Path, tmp_path: Path, start: list[str]) -> None:
     (trap / "package").mkdir()
     (trap / "package" / "__init__.py").write_text(f"open({str(trap / 'loaded')!r}, 'w').close()\n")
     (trap / "package" / "tasks.py").touch()
     (tmp_path / "run.yaml").write_text(
         f"name: r\ntask: package.tasks:task\nrun_dir: {tmp_path}/run\ntrain: {{steps: 1, global_batch: 1}}\n"
     )
-    said = run(trap, PROGRAM, "doctor", "--json", str(tmp_path / "run.yaml"))
+    said = run(trap, *start, "doctor", "--json", str(tmp_path / "run.yaml"))
     assert_nothing_ran(trap, said)
     assert (trap / "loaded").exists()
-    assert {"topic": "task", "value": "package.tasks:task", "status": "ok", "fix": ""} in json.loads(said.stdout)[
-        "findings"
-    ]
+    findings = json.loads(said.stdout)["findings"]
+    assert {"topic": "task", "value": "package.tasks:task", "status": "ok", "fix": ""} in findings
+    topics = {finding["topic"]: finding["status"] for finding in findings}
+    assert topics["PyTorch"] == topics["TensorFlow"] == topics["HDF5"] == "ok", said.stdout
 
 
 EMPTY_ENTRY = """

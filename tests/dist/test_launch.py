@@ -6,20 +6,16 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from hpctrain.run.attempts import Attempts
-from hpctrain.run.events import KINDS
 from hpctrain.run.folder import RunDir
-from hpctrain.run.last_words import read as read_words
-from hpctrain.run.run_view import RunView
 from hpctrain.system.processes import own_session
-from tests.dist.conftest import Ended
 from tests.support.command import (
+    assert_explained,
     endings,
     events,
     hpctrain,
@@ -39,25 +35,6 @@ pytestmark = pytest.mark.world_size(2)
 LONG = {"train": {"steps": 2000}, "track": {"every_steps": 1}}
 SLOWLY = {"STEP_S": "0.1"}
 """Set in the environment, because a resumed run must not change its task_args."""
-
-
-@pytest.mark.tour
-def test_two_ranks_train_as_one_job(ended: Callable[[str], Ended]) -> None:
-    run = ended("")
-    assert (run.said.returncode, run.said.stderr) == (0, "")
-    assert "2 ranks on " in run.said.stdout
-    saved = read_words(RunDir(run.run), 1)
-    assert saved is not None and saved.verdict is not None
-    assert [word.ending.value for word in saved.ranks] == ["completed", "completed"]
-    assert len({word.weights_hash for word in saved.ranks}) == 1
-    assert (saved.verdict.action.value, saved.verdict.code.value) == ("done", "completed")
-    kinds = {event.name for event in RunView(run.run).events()}
-    assert {"run_started", "train", "run_finished"} <= kinds <= KINDS.keys()
-    (begin,) = events(run.run, "run_started")
-    assert (begin["ranks"], begin["reducer"], begin["framework"]) == (2, "mpi", "torch")
-    (end,) = events(run.run, "run_finished")
-    assert (end["reason"], end["step"], end["steps"]) == ("completed", 12, 12)
-    assert not leftovers(run.folder)
 
 
 def test_who_takes_the_names_of_mpiruns_session_folders_stops_nobody(tmp_path: Path) -> None:
@@ -81,18 +58,6 @@ def test_who_takes_the_names_of_mpiruns_session_folders_stops_nobody(tmp_path: P
     assert left.name.startswith("ompi."), "what is not ours stays; of ours nothing is left"
 
 
-def test_the_run_folder_says_what_ran(ended: Callable[[str], Ended]) -> None:
-    run_dir = RunDir(ended("").run)
-    info = Attempts(run_dir).info()
-    (attempt,) = info["attempts"]
-    assert (info["fence"], attempt["ranks"], attempt["verdict"]["exit_code"]) == (1, 2, 0)
-    assert attempt["to_step"] == 12
-    assert {"python", "hpctrain", "torch", "mpi4py"} <= attempt["versions"].keys()
-    assert run_dir.run_yaml.exists()
-    assert not run_dir.lock_file.exists()
-    assert {path.name for path in run_dir.logs.iterdir()} >= {"local-1-0.out", "local-1-1.out", "local-1-launcher.out"}
-
-
 def test_one_rank_needs_no_mpirun(tmp_path):
     hpctrain("run", misbehaving_run(tmp_path, reduce={"kind": "none"}), warm="torch")
     assert endings(tmp_path / "run") == ["completed"]
@@ -111,10 +76,6 @@ def test_ranks_under_plain_mpirun_leave_the_same(tmp_path, mpirun):
     assert events(tmp_path / "run", "run_started")[0]["ranks"] == 2
 
 
-def ask_by_signal(child, folder: Path) -> None:
-    child.send_signal(signal.SIGINT)
-
-
 def ask_by_term(child, folder: Path) -> None:
     child.send_signal(signal.SIGTERM)
 
@@ -128,7 +89,7 @@ def ask_one_rank(child, folder: Path) -> None:
 
 
 @pytest.mark.tour
-@pytest.mark.parametrize("ask", [ask_by_signal, ask_by_term, ask_by_command, ask_one_rank])
+@pytest.mark.parametrize("ask", [ask_by_term, ask_by_command, ask_one_rank])
 def test_a_request_stops_with_a_checkpoint_and_the_same_command_goes_on(tmp_path, ask):
     path = misbehaving_run(tmp_path, **LONG)
     with started("run", "-n", 2, path, env=SLOWLY, warm="torch") as child:
@@ -141,6 +102,8 @@ def test_a_request_stops_with_a_checkpoint_and_the_same_command_goes_on(tmp_path
     steps = {word["step"] for word in last_words(tmp_path / "run")}
     assert steps == {stop["step"]}, "the ranks stop after the same step"
     assert RunDir(tmp_path / "run").newest_checkpoint_step() == stop["step"]
+    if ask is ask_by_command:
+        assert_explained(tmp_path / "run", "stopped", "STOP", "newest checkpoint")
     if ask is not ask_by_term:
         return
     hpctrain("run", "-n", 2, path, "--train.steps", stop["step"] + 5, warm="torch")
@@ -204,14 +167,6 @@ def test_a_killed_rank_takes_the_others_down_within_seconds(tmp_path):
     assert stderr.count("hpctrain: ") == 1
     assert sorted(endings(tmp_path / "run")) == ["killed", "taken_down"]
     assert not leftovers(tmp_path)
-
-
-@pytest.mark.parametrize("mode", ["exit", "sys-exit"])
-def test_a_rank_that_leaves_in_mid_run_takes_the_others_down(ended: Callable[[str], Ended], mode: str) -> None:
-    run = ended(mode)
-    assert run.said.returncode == 70, run.said.output
-    assert "rank 1 on " in run.said.stderr
-    assert not leftovers(run.folder)
 
 
 @pytest.mark.tour

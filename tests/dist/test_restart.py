@@ -18,6 +18,7 @@ from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from tests.support.command import (
     PROJECT,
+    assert_explained,
     endings,
     events,
     hpctrain,
@@ -168,6 +169,7 @@ def test_a_run_that_is_killed_again_and_again_ends_and_says_what_resumes_it(tmp_
     said = hpctrain("run", "-n", 2, file, "--checkpoint.every_steps", 50, code=76, warm="torch")
     attempts = Attempts(RunDir(folder / "run")).all()
     assert len(attempts) == 2 and "2 attempts in a row failed" in said.stderr
+    assert_explained(folder / "run", "no_progress", "2 attempts in a row")
     command = ["hpctrain", "run", "-n", "2", str(file), "--checkpoint.every_steps", "50"]
     [line] = re.findall(r"^  resume from the beginning: (.+)$", said.stderr, re.MULTILINE)
     assert shlex.split(line) == command
@@ -185,7 +187,10 @@ def test_ctrl_c_ends_a_run_that_was_started_again(tmp_path: Path) -> None:
         _, errors = child.communicate(timeout=LAUNCH_S)
     assert child.returncode == 75, errors
     assert endings(tmp_path / "run", 2) == ["stop_requested", "stop_requested"]
-    assert f"resume from step {RunDir(tmp_path / 'run').newest_checkpoint_step()}: hpctrain run -n 2" in errors
+    (stop,) = events(tmp_path / "run", "stop_requested")
+    assert {word["step"] for word in last_words(tmp_path / "run", 2)} == {stop["step"]}
+    assert RunDir(tmp_path / "run").newest_checkpoint_step() == stop["step"]
+    assert f"resume from step {stop['step']}: hpctrain run -n 2" in errors
 
 
 @pytest.mark.parametrize(("allowed", "attempts"), [(None, 1), (3, 2)])

@@ -9,7 +9,6 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from sklearn.metrics import f1_score, jaccard_score, precision_score, roc_auc_score
 
 from tests.support.command import hpctrain, last_words, write_run
 from tests.support.mpi import ROOT, mpirun, printed
@@ -149,6 +148,8 @@ def test_evaluation_and_prediction_do_not_depend_on_the_ranks(ranks: int) -> Non
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_metrics_say_what_they_say_of_all_samples_at_once(ranks: int) -> None:
+    from sklearn.metrics import f1_score, jaccard_score, precision_score, roc_auc_score  # takes seconds
+
     found = results(ranks)["judged"]
     classes = np.array(found["classes"])
     (said, *others), outputs = found["metrics"], np.array(found["outputs"], np.float32)

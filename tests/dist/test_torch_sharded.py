@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from tests.support.mpi import printed
-from tests.tasks import torch_own_steps as own
 from tests.tasks.torch_sharded import BY_ROWS, SOME, WHOLE
 
 RANKS = pytest.mark.parametrize("ranks", [2, 4])
@@ -107,6 +106,8 @@ def test_an_overflow_leaves_the_update_out_on_all_ranks(results: Any, shard: str
 
 @pytest.mark.parametrize("shard", ["optimizer", GROUP])
 def test_several_optimizers_of_an_own_step_are_sharded_apart(results: Any, shard: str) -> None:
+    from tests.tasks import torch_own_steps as own  # takes seconds
+
     found = results(2, shard)["own_steps"]
     np.testing.assert_allclose(found["weights"], own.plain(own.plain_gan, own.gan, 8), rtol=1e-12, atol=1e-12)
     assert len(set(found["hashes"])) == 1

@@ -7,10 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sklearn.metrics import f1_score, roc_auc_score
 
 from tests.support.mpi import printed
-from tests.tasks import torch_own_steps as own
 
 WAYS = ("mpi-node", "mpi-flat", "mpi-overlap", "horovod-flat", "horovod-overlap", "gloo-flat", "gloo-overlap")
 REDUCERS = {1: ("auto",), 2: ("auto", "mpi", "horovod", "nccl", *WAYS), 4: WAYS}
@@ -136,6 +134,8 @@ def test_layers_compiled_one_by_one_train_as_eager_ones(plan: str) -> None:
     ],
 )
 def test_own_steps_do_what_a_loop_written_by_hand_does(ranks: int, scenario: str, kind: str) -> None:
+    from tests.tasks import torch_own_steps as own  # takes seconds
+
     found = own_results(ranks)[scenario]
     wanted = {
         "gan": lambda: own.plain(own.plain_gan, own.gan, 8),
@@ -271,6 +271,8 @@ def test_evaluation_does_not_depend_on_the_number_of_ranks() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_metrics_say_what_they_say_of_all_samples_at_once(ranks: int) -> None:
+    from sklearn.metrics import f1_score, roc_auc_score  # takes seconds
+
     found = results(ranks)["judged"]
     classes = np.array(found["classes"])
     (said, *others), outputs = found["metrics"], np.array(found["outputs"], np.float32)

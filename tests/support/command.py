@@ -106,6 +106,24 @@ def events(run: Path, name: str) -> list[dict[str, Any]]:
     return [event.to_json() for event in RunView(run).events() if event.name == name]
 
 
+def refused(result: Result, code: int, *parts: str) -> None:
+    """Check for one message with these parts, no traceback, and this exit code."""
+    assert result.returncode == code, result.output
+    for part in parts:
+        assert part in result.stderr, result.output
+    assert result.stderr.count("hpctrain: ") == 1, result.stderr
+    assert result.stderr.count("  fix: ") == 1, result.stderr
+    assert "Traceback" not in result.output
+
+
+def assert_explained(run: Path, cause: str, *parts: str) -> None:
+    """Check that ``hpctrain explain`` names the cause, these parts of it, and advice."""
+    answer = json.loads(hpctrain("explain", run, "--json").stdout)
+    said = " ".join([answer["title"], *answer["evidence"], answer["advice"]])
+    assert answer["cause"] == cause and bool(answer["advice"]) == (cause != "completed"), answer
+    assert [part for part in parts if part not in said] == []
+
+
 def reaches_step(run: Path, step: int) -> Callable[[], bool]:
     """A condition for ``wait_for``: the run has reported this step or a later one."""
     return lambda: any(event["step"] >= step for event in events(run, "train"))

@@ -20,6 +20,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
+
 from hpctrain.launch.forks.forking import BACKENDS, COMMON, FORKS, STAND_IN
 from hpctrain.launch.forks.parent import become, prepare, run, serve
 from hpctrain.system.processes import die_with_parent
@@ -30,28 +32,32 @@ CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
 START_S = 240.0
 
 
-_PRELOADED: dict[str, Path] = {}
-"""Socket of each parent process, by framework only: tests' environments differ, if only by the test's name."""
+SOCKET = "SOCKET_OF_WARM_"
+"""Beginning of the names of variables with pids and sockets of parent processes, which xdist's workers inherit."""
 
 
 def preloaded(framework: str, environment: Mapping[str, str]) -> Path:
-    """Socket of a process that has imported a framework; it is started once, and ends with this process."""
-    if framework not in _PRELOADED:
-        _PRELOADED[framework] = _started(framework, environment)
-    return _PRELOADED[framework]
+    """Socket of a process that has imported a framework, by framework only: tests' environments differ, if only by the
+    test's name."""
+    if SOCKET + framework not in os.environ:
+        start(framework, environment)
+    pid, _, socket_ = os.environ[SOCKET + framework].partition(" ")
+    path, deadline = Path(socket_), time.monotonic() + START_S
+    while not path.exists():
+        is_running = psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE
+        assert is_running and time.monotonic() < deadline, f"the process that forks ranks of {framework} does not start"
+        time.sleep(0.05)
+    return path
 
 
-def _started(framework: str, environment: Mapping[str, str]) -> Path:
+def start(framework: str, environment: Mapping[str, str]) -> None:
+    """Start the parent process of a framework; it ends with this process."""
     path = Path(tempfile.mkdtemp(prefix="ranks-")) / "socket"
     environment = {**environment, "OMP_NUM_THREADS": "1"}  # read at import, so that forks cannot change it
     words = [sys.executable, "-P", "-m", "tests.support.warm_ranks", str(path), framework]
     parent = subprocess.Popen(words, env=environment, cwd=path.parent, stdin=subprocess.DEVNULL, start_new_session=True)
+    os.environ[SOCKET + framework] = f"{parent.pid} {path}"
     atexit.register(end, parent, path.parent)
-    deadline = time.monotonic() + START_S
-    while not path.exists():
-        assert parent.poll() is None and time.monotonic() < deadline, f"{' '.join(words)} does not start"
-        time.sleep(0.05)
-    return path
 
 
 def end(parent: subprocess.Popen[bytes], folder: Path) -> None:
