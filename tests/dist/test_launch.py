@@ -80,8 +80,8 @@ def ask_by_term(child, folder: Path) -> None:
     child.send_signal(signal.SIGTERM)
 
 
-def ask_by_command(child, folder: Path) -> None:
-    hpctrain("stop", folder / "run")
+def ask_by_file(child, folder: Path) -> None:
+    (folder / "run" / "STOP").touch()
 
 
 def ask_one_rank(child, folder: Path) -> None:
@@ -89,7 +89,7 @@ def ask_one_rank(child, folder: Path) -> None:
 
 
 @pytest.mark.tour
-@pytest.mark.parametrize("ask", [ask_by_term, ask_by_command, ask_one_rank])
+@pytest.mark.parametrize("ask", [ask_by_term, ask_by_file, ask_one_rank])
 def test_a_request_stops_with_a_checkpoint_and_the_same_command_goes_on(tmp_path, ask):
     path = misbehaving_run(tmp_path, **LONG)
     with started("run", "-n", 2, path, env=SLOWLY, warm="torch") as child:
@@ -102,7 +102,7 @@ def test_a_request_stops_with_a_checkpoint_and_the_same_command_goes_on(tmp_path
     steps = {word["step"] for word in last_words(tmp_path / "run")}
     assert steps == {stop["step"]}, "the ranks stop after the same step"
     assert RunDir(tmp_path / "run").newest_checkpoint_step() == stop["step"]
-    if ask is ask_by_command:
+    if ask is ask_by_file:
         assert_explained(tmp_path / "run", "stopped", "STOP", "newest checkpoint")
     if ask is not ask_by_term:
         return

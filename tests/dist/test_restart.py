@@ -169,7 +169,7 @@ def test_a_run_that_is_killed_again_and_again_ends_and_says_what_resumes_it(tmp_
     said = hpctrain("run", "-n", 2, file, "--checkpoint.every_steps", 50, code=76, warm="torch")
     attempts = Attempts(RunDir(folder / "run")).all()
     assert len(attempts) == 2 and "2 attempts in a row failed" in said.stderr
-    assert_explained(folder / "run", "no_progress", "2 attempts in a row")
+    assert_explained(folder / "run", "killed", "2 attempts in a row", "rank 1")
     command = ["hpctrain", "run", "-n", "2", str(file), "--checkpoint.every_steps", "50"]
     [line] = re.findall(r"^  resume from the beginning: (.+)$", said.stderr, re.MULTILINE)
     assert shlex.split(line) == command
