@@ -27,8 +27,8 @@ def test_singletons_are_noticed_before_anything_is_done() -> None:
     assert "the launcher started 4 ranks but MPI sees 2" in result.output
 
 
-@pytest.mark.tour
-@pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.world_size(n)) for n in (1, 2, 4)])
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.tour), 4])
 def test_a_loop_of_ones_own_in_under_40_lines(ranks: int) -> None:
     program = ROOT / "examples" / "own_loop_torch.py"
     assert len([line for line in program.read_text().splitlines() if line.strip()]) < 40

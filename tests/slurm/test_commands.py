@@ -63,6 +63,7 @@ for count in range(int(state.read_text()) if state.exists() else 0, 8):
 """
 
 
+@pytest.mark.tour
 def test_a_command_that_needs_more_time_is_stopped_and_requeued(new_run: Callable[..., Run], tmp_path: Path) -> None:
     (tmp_path / "count.py").write_text(COUNTING)
     run = new_run(launch={"command": ["python", str(tmp_path / "count.py"), str(tmp_path)], "stop_signal": "USR2"})

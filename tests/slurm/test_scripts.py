@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pytest
 import yaml
 
 from hpctrain.config.sections import Config, LaunchConfig, SlurmConfig
@@ -99,7 +98,6 @@ def test_jobs_of_a_chain_go_on_where_the_last_one_stopped(new_run: Callable[...,
     assert (tmp_path / "count").read_text() == "x\nx\n"
 
 
-@pytest.mark.tour
 def test_a_pipeline_from_packing_to_export(new_run: Callable[..., Run], digits: Path, tmp_path: Path) -> None:
     """The example script, with run files for the digits."""
     np.savez(tmp_path / "raw.npz", image=np.zeros((64, 8, 8), np.float32), label=np.zeros(64, np.int64))

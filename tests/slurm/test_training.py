@@ -113,7 +113,6 @@ def test_data_is_staged_to_every_node(
         assert "train.h5" in cluster.in_node(node, "find", scratch / f"hpctrain-{job}", "-name", "*.h5").stdout
 
 
-@pytest.mark.tour
 def test_time_limit_ends_with_the_same_weights(signalled_run: SideRun, undisturbed: str) -> None:
     run = signalled_run.end()
     assert run.verdicts() == ["requeue", "requeue", "done"], run.log()
