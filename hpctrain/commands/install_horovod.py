@@ -143,9 +143,9 @@ def _check_it_loads(framework: str, mpi: toolchain.Mpi) -> None:
 def _locked(path: Path, say: build.Say) -> Iterator[None]:
     """Lets simultaneous set-ups build one after the other; the kernel frees the lock of a process that died."""
     with path.open("w") as file:
-        if not take_lock(file.fileno()):
+        if take_lock(file.fileno()) is False:
             say("Another process builds the same wheel; waiting for it")
-            while not take_lock(file.fileno()):
+            while take_lock(file.fileno()) is False:
                 time.sleep(1)
         yield
 

@@ -151,8 +151,11 @@ class WatchedAttempt:
 
     @cached_property
     def monitor(self) -> Tail:
-        """Follows the monitor's events."""
-        return Tail(self.run_dir.monitor_events)
+        """Follows the monitor's events of this attempt: those of a long run are many."""
+        path = self.run_dir.monitor_events
+        with contextlib.suppress(OSError):
+            return Tail(path, path.stat().st_size)
+        return Tail(path)
 
     def run(self) -> tuple[RunVerdict, list[LastWord]]:
         """Starts the ranks and watches them until all have ended; returns the verdict and the ranks' last words."""
@@ -280,6 +283,8 @@ class WatchedAttempt:
             self.launcher.show_messages()
             spent = time.monotonic() - now  # thousands of small files on a shared file system are slow to read
             self.next_look = now + max(WORDS_EVERY_S, spent / LOOKING)
+        if now >= self.stop_deadline:  # the last look may be minutes ago
+            self.look_at_save(now)
         if now >= self.stop_deadline and self.ended_at == math.inf:
             grace = f"{self.limits.stop_grace_s:.0f} s"
             what = f"the ranks did not stop within {grace} of the request or of saving more, or before the time limit"

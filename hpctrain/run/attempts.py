@@ -353,7 +353,9 @@ def git_commit() -> str | None:
 
 def _git(*words: str) -> str:
     try:
-        done = subprocess.run(["git", *words], capture_output=True, text=True, timeout=10, check=False)
+        # The lock that status takes would make a commit of the user fail at that moment.
+        command = ["git", "--no-optional-locks", *words]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

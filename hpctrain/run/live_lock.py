@@ -24,7 +24,7 @@ from hpctrain.run.rank_environment import current_job
 from hpctrain.system import safe_read
 from hpctrain.system.files import create_exclusively, make_folder, write_atomically, writing
 from hpctrain.system.json_shape import is_time, maker, sound
-from hpctrain.system.processes import birth, is_alive, machine
+from hpctrain.system.processes import birth, is_alive, is_hidden, machine
 from hpctrain.system.retry import files_patiently
 
 BEAT_S = 10.0
@@ -252,7 +252,7 @@ def at_work(run_dir: RunDir) -> Holder | None:
 def is_live(other: Holder, silence: float, me: Holder) -> bool:
     """Whether a holder may still be alive, as seen by ``me``, ``silence`` seconds after its last sign of life."""
     if other.machine == me.machine:
-        return is_alive(other.pid, other.birth)
+        return is_alive(other.pid, other.birth) or (is_hidden(other.pid) and silence < STALE_S)
     same_job = other.job is not None and (other.job, other.cluster) == (me.job, me.cluster)
     if same_job and other.restarts < me.restarts:
         return False  # schedulers restart a job only after its earlier processes have ended

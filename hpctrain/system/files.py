@@ -28,17 +28,17 @@ NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def take_lock(descriptor: int) -> bool:
-    """Takes the exclusive lock of an open file or folder; whether no other process holds it.
+def take_lock(descriptor: int) -> bool | None:
+    """Takes the exclusive lock of an open file or folder; False if another process of this host holds it.
 
-    The kernel frees it when the descriptor is closed. True also on a file system without locks.
+    The kernel frees it when the descriptor is closed. None on a file system without locks, such as a folder of NFS.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        pass
+        return None
     return True
 
 

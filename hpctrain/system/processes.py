@@ -13,6 +13,7 @@ import struct
 import subprocess
 import tempfile
 import time
+import zlib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
@@ -67,6 +68,17 @@ def look(pid: int, born: float) -> str:
 def is_alive(pid: int, born: float) -> bool:
     """Whether this process is alive; a zombie is not, one that cannot be observed may be."""
     return born != 0 and look(pid, born) not in (GONE, "Z", "X")
+
+
+def is_hidden(pid: int) -> bool:
+    """Whether the PID is of another user's process that /proc does not show here (its option ``hidepid``)."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return not os.path.exists(f"/proc/{pid}")
+    except OSError:
+        pass
+    return False
 
 
 def is_ending(pid: int) -> bool:
@@ -142,11 +154,12 @@ def own_session(environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
 def own_folder(base: str) -> Iterator[str]:
     """Context manager that yields a new private folder for MPI, removed at the end; "" if it cannot be created.
 
-    Folders left by killed processes are removed first: no process holds their locks.
+    Folders left by killed processes of this host are removed first: no process holds their locks. Other hosts may share
+    the folder ``base``, on a file system whose locks they do not share.
     """
-    for old in Path(base).glob(f"{MPI_FOLDER}*"):
-        with contextlib.suppress(OSError), _held(old):
-            if old.stat().st_uid == os.geteuid():
+    for old in Path(base).glob(f"{own_prefix()}*"):
+        with contextlib.suppress(OSError), _held(old) as is_locked:
+            if is_locked and old.stat().st_uid == os.geteuid():
                 shutil.rmtree(old, ignore_errors=True)
     with contextlib.ExitStack() as stack:
         folder = ""
@@ -155,10 +168,15 @@ def own_folder(base: str) -> Iterator[str]:
         yield folder
 
 
+def own_prefix() -> str:
+    """Returns how names of folders begin that this host's processes make for MPI; short, as sockets have paths."""
+    return f"{MPI_FOLDER}{zlib.crc32(socket.gethostname().encode()):08x}-"
+
+
 @contextlib.contextmanager
 def _new_folder(base: str) -> Iterator[str]:
     """See ``own_folder``. Raises OSError."""
-    new = Path(tempfile.mkdtemp(prefix=f".{MPI_FOLDER}", dir=base))
+    new = Path(tempfile.mkdtemp(prefix=f".{own_prefix()}", dir=base))
     with _held(new):
         folder = new.rename(new.with_name(new.name[1:]))  # locked before others can find it
         try:
@@ -168,13 +186,14 @@ def _new_folder(base: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """Holds a folder's lock. Raises OSError if another process holds it, or it is not a folder."""
+def _held(folder: Path) -> Iterator[bool]:
+    """Holds a folder's lock; yields whether there are locks. Raises OSError if another process holds it."""
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        if not take_lock(opened):
+        is_locked = take_lock(opened)
+        if is_locked is False:
             raise BlockingIOError(f"another process holds {folder}")
-        yield
+        yield is_locked is True
     finally:
         os.close(opened)
 

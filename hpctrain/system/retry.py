@@ -49,27 +49,31 @@ def retry(call: Callable[[], T], again: type[E], pauses_s: Iterable[float], paus
     return next(retried(lambda: map(lambda one: one(), [call]), again, pauses_s, pause))
 
 
+class StaysDown(StoreDown):
+    """A file server was waited for in vain; nobody waits again."""
+
+
 def files_patiently(use: Callable[[], T]) -> T:
     """Calls ``use`` until it succeeds, as long as a file server is down, pausing FILE_PAUSES_S; returns its result.
 
     Not for what is polled: it may take seconds.
 
     Raises:
-        StoreDown: the server stays down.
+        StaysDown: it does not come back.
         Exception: any other error of ``use``.
     """
 
     def pause(pause_s: float, error: Exception) -> None:
-        if isinstance(error, StoreDown) or not _is_away(error):
+        if isinstance(error, StaysDown) or not _is_away(error):
             raise error
         time.sleep(pause_s)
 
     try:
         return retry(use, Exception, FILE_PAUSES_S, pause)
     except (OSError, RunFailed) as error:
-        if isinstance(error, StoreDown) or not _is_away(error):
+        if isinstance(error, StaysDown) or not _is_away(error):
             raise
-        raise StoreDown(*_told(error)) from error
+        raise StaysDown(*_told(error)) from error
 
 
 def read_patiently(use: Callable[[], T]) -> T:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain import errors
 from hpctrain.errors import RunFailed
 from hpctrain.launch.attempt import Launch, Limits
 from hpctrain.launch.supervisor import supervise
@@ -30,18 +31,22 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_a_file_server_that_is_away_is_asked_again_until_patience_ends(asked: list[float]) -> None:
-    answers: list[OSError | str] = [OSError(errno.EIO, "EIO"), OSError(errno.ESTALE, "ESTALE"), "content"]
+    answers: list[Exception | str] = [OSError(errno.EIO, "EIO"), OSError(errno.ESTALE, "ESTALE"), "content"]
 
     def read() -> str:
-        if isinstance(answer := answers.pop(0), OSError):
+        if isinstance(answer := answers.pop(0), Exception):
             raise answer
         return answer
 
     assert retry.read_patiently(read) == "content" and asked == list(retry.FILE_PAUSES_S[:2])
+    answers[:] = [errors.refusal(OSError(errno.EIO, "EIO"), "run.yaml cannot be read", "see"), "content"]
+    answers[0].__cause__ = OSError(errno.EIO, "EIO")
+    assert retry.read_patiently(read) == "content", "who raised it has not waited"
+    asked.clear()
     answers[:] = [OSError(errno.EIO, os.strerror(errno.EIO), "run.json")] * 9
     with pytest.raises(RunFailed, match=r"run\.json cannot be used: Input/output error"):
-        retry.read_patiently(read)
-    assert len(asked) == 2 + len(retry.FILE_PAUSES_S)
+        retry.read_patiently(lambda: retry.files_patiently(read))
+    assert len(asked) == len(retry.FILE_PAUSES_S), "one of the two waits"
 
 
 def test_other_errors_are_not_waited_for(asked: list[float]) -> None:

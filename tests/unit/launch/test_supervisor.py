@@ -303,6 +303,33 @@ def test_ranks_that_save_after_a_stop_request_have_time_as_long_as_the_checkpoin
     assert attempt.stop_deadline == 210, "it has not grown"
 
 
+def test_a_checkpoint_that_grows_counts_although_the_next_look_is_minutes_away(tmp_path: Path) -> None:
+    """The words of thousands of ranks take seconds to read, so looks are minutes apart."""
+    run = RunDir(tmp_path)
+    run.create()
+    attempt = WatchedAttempt(Launch([], {}, 1), run, 1, LiveLock(run, myself()), StopSignals(), Limits(stop_grace_s=60))
+    attempt.next_look = math.inf
+    partial = run.checkpoints / ".partial-step-000000009-token"
+    partial.mkdir()
+    attempt.begin_stop(0, StopRequest.of_signal(signal.SIGTERM))
+    (partial / "shard-00000-of-00001.h5").write_bytes(bytes(100))
+    attempt.tick(61)
+    assert attempt.failure is None and attempt.stop_deadline == 121
+    attempt.tick(122)
+    assert attempt.failure is not None and attempt.failure.code is Code.STOP, "it has not grown"
+
+
+def test_of_the_monitors_events_only_those_of_this_attempt_are_read(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    run.monitor_events.write_bytes(b"{}\n" * 1_000_000)  # of a long run
+    attempt = WatchedAttempt(Launch([], {}, 2), run, 2, LiveLock(run, myself()), StopSignals(), Limits())
+    attempt = dataclasses.replace(attempt, launch=Launch([], {}, 2, can_lose=lambda host: True))
+    assert not attempt.cut_off()
+    EventWriter(run.monitor_events, print).append(Hang(step=8, attempt=2, kind=CUT_OFF, ranks=(AboutRank(1, "n2"),)))
+    assert attempt.cut_off() == {"n2"}, "at the next look, not after all the old ones"
+
+
 def test_a_launcher_that_starts_nothing_is_not_waited_for_after_a_stop_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

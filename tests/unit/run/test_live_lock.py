@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import subprocess
@@ -144,3 +145,14 @@ def test_of_many_processes_that_want_a_dead_holders_folder_one_gets_it(run_dir):
     for rival in rivals:
         rival.communicate()
     assert sorted(answers) == ["refused", "refused", "refused", "taken"]
+
+
+def test_a_process_of_another_user_that_proc_hides_lives_as_long_as_it_gives_signs_of_life(monkeypatch):
+    def kill(pid: int, number: int) -> None:
+        raise PermissionError(errno.EPERM, "it is another user's")
+
+    monkeypatch.setattr(os, "kill", kill)
+    hidden = dataclasses.replace(myself(), pid=2**22 + 1)
+    assert is_live(hidden, 1.0, myself()) and not is_live(hidden, 2 * STALE_S, myself())
+    mine = dataclasses.replace(hidden, pid=os.getpid(), birth=1.0)
+    assert not is_live(mine, 1.0, myself()), "the number is of a process that is shown, and is another one's by now"

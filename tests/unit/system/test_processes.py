@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import select
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -139,7 +142,7 @@ def test_folders_of_killed_processes_go_and_those_of_others_stay(tmp_path: Path)
     program = "from hpctrain.system import processes as p\nwith p.own_folder('.'): p.os.kill(p.os.getpid(), 9)"
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=False)
     [dead] = tmp_path.iterdir()
-    (tmp_path / f"{processes.MPI_FOLDER}link").symlink_to(tmp_path)
+    (tmp_path / f"{processes.own_prefix()}link").symlink_to(tmp_path)
     with processes.own_folder(str(tmp_path)) as first, processes.own_folder(str(tmp_path)) as second:
         assert not dead.exists() and first != second
         assert Path(first).is_dir() and Path(second).stat().st_mode & 0o777 == 0o700
@@ -148,6 +151,22 @@ def test_folders_of_killed_processes_go_and_those_of_others_stay(tmp_path: Path)
         assert none == ""
     with pytest.raises(OSError, match="of the body"), processes.own_folder(str(tmp_path)):
         raise OSError("of the body")
+
+
+def test_folders_on_a_file_system_that_hosts_share_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS has no locks of folders, and Lustre may have them on each host for itself (localflock)."""
+    with processes.own_folder(str(tmp_path)) as first, monkeypatch.context() as nfs:
+        nfs.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(errno.EBADF, "not open for writing")))
+        with processes.own_folder(str(tmp_path)) as second:
+            assert Path(first).is_dir() and Path(second).is_dir()
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(socket, "gethostname", lambda: "elsewhere")
+        with processes.own_folder(str(tmp_path)) as first, monkeypatch.context() as lustre:
+            lustre.setattr(fcntl, "flock", lambda *_: None)
+            lustre.setattr(socket, "gethostname", lambda: "here")
+            with processes.own_folder(str(tmp_path)):
+                assert Path(first).is_dir()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfds")

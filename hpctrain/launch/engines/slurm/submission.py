@@ -42,6 +42,9 @@ from hpctrain.run.run_view import RunView
 from hpctrain.system.output import say
 from hpctrain.system.quantities import ranges
 
+UNKNOWN_NODE = "Invalid node name"
+"""Part of sbatch's message if a node to exclude is not of this cluster, or not any more."""
+
 
 class Slurm(Scheduler):
     """Slurm."""
@@ -200,7 +203,14 @@ def submit(
     for place in range(planned.options.chain):
         waits = [f"--dependency=afterany:{ids[-1]}", "--kill-on-invalid-dep=yes"] if ids else after(planned.options)
         try:
-            ids.append(send(planned.run, [f"--chdir={cwd}", *always, *waits]))
+            try:
+                ids.append(send(planned.run, [f"--chdir={cwd}", *always, *waits]))
+            except RunFailed as error:
+                if not (always and UNKNOWN_NODE in error.what):
+                    raise
+                say(f"the job is submitted without {always[0]}: {error.what}")  # it may be of another cluster
+                always = ()
+                ids.append(send(planned.run, [f"--chdir={cwd}", *waits]))
         except RunFailed as error:
             if not ids:
                 if not isinstance(error, client.Unanswered):

@@ -283,6 +283,23 @@ def test_of_a_chain_that_slurm_takes_in_part_the_jobs_are_told(tmp_path: Path, m
     assert "hpctrain cancel" in caught.value.fix
 
 
+def test_a_node_to_leave_out_that_slurm_does_not_know_does_not_keep_a_run_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The list that a user's runs share may name nodes of another cluster."""
+
+    def sbatch(script: Path, options: Sequence[str]) -> str:
+        if "--exclude=n9" in options:
+            raise RunFailed("sbatch refused: Batch job submission failed: Invalid node name specified", "see")
+        return str(len(submissions(run)) + 1)
+
+    run = RunDir(tmp_path)
+    monkeypatch.setattr(client, "submit", sbatch)
+    planned = Plan(Config(name="r", launch=LaunchConfig(command=("true",))), run, "", options=SubmitOptions(chain=2))
+    assert submit(planned, always=["--exclude=n9"]) == ["1", "2"]
+    assert "without --exclude=n9: sbatch refused" in capsys.readouterr().err
+
+
 def test_a_job_that_cannot_be_recorded_by_itself_starts_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
