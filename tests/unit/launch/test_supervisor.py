@@ -47,6 +47,24 @@ print(json.dumps(verdict.to_json()))
 """
 
 
+def watching(run: RunDir, ranks: int = 1, number: int = 1, limits: Limits = Limits(), **launch: Any) -> WatchedAttempt:  # noqa: B008 (frozen)
+    """An attempt that is not started."""
+    run.create()
+    given = Launch(launch.pop("command", []), {}, ranks, **launch)
+    return WatchedAttempt(given, run, number, LiveLock(run, myself()), StopSignals(), limits)
+
+
+def on_nodes(count: int = 2) -> list[LastWord]:
+    """The words of a rank on each node, from n1 on."""
+    return [dataclasses.replace(first_word(rank), host=f"n{rank + 1}") for rank in range(count)]
+
+
+def lost(attempt: WatchedAttempt) -> tuple[Any, ...] | None:
+    """Code, host and rank of what ends an attempt."""
+    found = attempt.failure
+    return found and (found.code, found.host, found.rank)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("saves", "action"), [(True, "requeue"), (False, "done")])
 def test_ranks_of_ours_end_together_those_of_a_plain_program_need_not(tmp_path: Path, saves: bool, action: str) -> None:
@@ -58,9 +76,7 @@ def test_ranks_of_ours_end_together_those_of_a_plain_program_need_not(tmp_path: 
 
 
 def test_a_rank_in_a_container_of_its_own_processes_is_not_taken_for_dead(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    attempt = WatchedAttempt(Launch([], {}, 1), run, 1, LiveLock(run, myself()), StopSignals(), Limits())
-    here = first_word(0)
+    attempt, here = watching(RunDir(tmp_path)), first_word(0)
     assert attempt.lives(here) and not attempt.lives(dataclasses.replace(here, birth=1.0))
     assert attempt.lives(dataclasses.replace(here, pid=2, birth=1.0, machine="another namespace"))
 
@@ -69,10 +85,8 @@ def test_a_rank_in_a_container_of_its_own_processes_is_not_taken_for_dead(tmp_pa
     ("said", "patience_s"), [("", 10), ("srun: Job step aborted: Waiting up to 32 seconds for job step to finish.", 42)]
 )
 def test_srun_gets_the_time_that_it_takes_to_tell_a_lost_node(tmp_path: Path, said: str, patience_s: int) -> None:
-    run = RunDir(tmp_path)
-    run.create()
+    attempt = watching(run := RunDir(tmp_path), 2)
     run.log("launcher", 1).write_text(said)
-    attempt = WatchedAttempt(Launch([], {}, 2), run, 1, LiveLock(run, myself()), StopSignals(), Limits())
     dead = dataclasses.replace(first_word(0), birth=1.0)
     WordFile.of(run, 1, dead).begin(dead)
     for now in (0, patience_s):
@@ -89,11 +103,11 @@ def starting(rank: int) -> LastWord:
 
 def watched(run: RunDir, *words: LastWord, ranks: int = 2) -> WatchedAttempt:
     """An attempt of hpctrain ranks, of which some have left these words."""
-    run.create()
+    attempt = watching(run, ranks)
     for number, word in enumerate(words):
         word = dataclasses.replace(word, host=f"n{number}", machine="elsewhere")
         WordFile.of(run, 1, word).begin(word)
-    return WatchedAttempt(Launch([], {}, ranks), run, 1, LiveLock(run, myself()), StopSignals(), Limits())
+    return attempt
 
 
 @pytest.mark.parametrize(
@@ -172,28 +186,20 @@ def test_a_stop_that_the_ranks_saw_before_the_supervisor_is_a_stop(
 
 
 def test_a_host_that_is_known_to_be_away_ends_the_attempt(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "run")
-    run.create()
     away: set[str] = set()
-    launch = Launch([], {}, 2, away=lambda: away)
-    attempt = WatchedAttempt(launch, run, 1, LiveLock(run, myself()), StopSignals(), Limits())
-    words = [dataclasses.replace(first_word(rank), host=f"n{rank + 1}") for rank in (0, 1)]
-    attempt.look_at_nodes(100.0, words)
+    attempt = watching(RunDir(tmp_path), 2, away=lambda: away)
+    attempt.look_at_nodes(100.0, on_nodes())
     assert attempt.failure is None
     away.add("n2")
-    attempt.look_at_nodes(100.5, words)
-    assert attempt.failure is not None
-    assert (attempt.failure.code, attempt.failure.host, attempt.failure.rank) == (Code.NODE, "n2", 1)
+    attempt.look_at_nodes(100.5, on_nodes())
+    assert lost(attempt) == (Code.NODE, "n2", 1)
 
 
 @pytest.mark.parametrize("can_lose", [False, True])
 def test_a_host_that_the_monitor_cannot_reach_is_lost_if_there_is_another_place(tmp_path: Path, can_lose: bool) -> None:
-    run = RunDir(tmp_path / "run")
-    run.create()
+    run, words = RunDir(tmp_path), on_nodes()
+    attempt = watching(run, 2, 2, can_lose=lambda host: can_lose and host == "n2")
     run.monitor.mkdir(exist_ok=True)
-    launch = Launch([], {}, 2, can_lose=lambda host: can_lose and host == "n2")
-    attempt = WatchedAttempt(launch, run, 2, LiveLock(run, myself()), StopSignals(), Limits())
-    words = [dataclasses.replace(first_word(rank), host=f"n{rank + 1}") for rank in (0, 1)]
     writer = EventWriter(run.monitor_events, print)
     writer.append(Hang(step=8, attempt=1, kind=CUT_OFF, ranks=(AboutRank(1, "n2"),)))
     writer.append(Hang(step=9, attempt=2, kind="hung", ranks=(AboutRank(1, "n2"),)))
@@ -201,26 +207,21 @@ def test_a_host_that_the_monitor_cannot_reach_is_lost_if_there_is_another_place(
     assert attempt.failure is None, "an earlier attempt's, or another kind"
     writer.append(Hang(step=9, attempt=2, kind=CUT_OFF, ranks=(AboutRank(1, "n2"),)))
     attempt.look_at_nodes(101.0, words)
-    lost = None if attempt.failure is None else (attempt.failure.code, attempt.failure.host, attempt.failure.rank)
-    assert lost == ((Code.NODE, "n2", 1) if can_lose else None)
+    assert lost(attempt) == ((Code.NODE, "n2", 1) if can_lose else None)
     assert attempt.failure is None or "Slurm" not in attempt.failure.reason + attempt.failure.fix
     assert attempt.kill_at == (101.0 if can_lose else float("inf")), "mpirun would wait for it"
 
 
 @pytest.mark.parametrize("answers", [False, True])
 def test_a_node_that_neither_srun_hears_of_nor_answers_is_lost_at_once(tmp_path: Path, answers: bool) -> None:
-    run = RunDir(tmp_path / "run")
-    run.create()
-    launch = Launch([], {}, 2, unreached=lambda hosts: [] if answers else {"n2"} & set(hosts))
-    attempt = WatchedAttempt(launch, run, 1, LiveLock(run, myself()), StopSignals(), Limits())
+    run, words = RunDir(tmp_path), on_nodes()
+    attempt = watching(run, 2, unreached=lambda hosts: [] if answers else {"n2"} & set(hosts))
     said = "srun: Job step aborted: Waiting up to 32 seconds for job step to finish.\nsrun: error: n1: task 0: Killed\n"
     run.log("launcher", 1).write_text(said)
-    words = [dataclasses.replace(first_word(rank), host=f"n{rank + 1}") for rank in (0, 1)]
     attempt.look_at_nodes(100.0, words)
     assert attempt.failure is None, "it may be about to speak"
     attempt.look_at_nodes(102.5, words)
-    lost = None if attempt.failure is None else (attempt.failure.code, attempt.failure.host, attempt.failure.rank)
-    assert lost == (None if answers else (Code.NODE, "n2", 1))
+    assert lost(attempt) == (None if answers else (Code.NODE, "n2", 1))
     assert attempt.kill_at == (float("inf") if answers else 102.5)
 
 
@@ -236,8 +237,7 @@ def test_a_node_that_neither_srun_hears_of_nor_answers_is_lost_at_once(tmp_path:
 def test_a_killed_launcher_is_named_unless_a_rank_says_why(
     tmp_path: Path, ends: list[Ending], sentence: str | None, ended_by_us: bool
 ) -> None:
-    run = RunDir(tmp_path)
-    attempt = WatchedAttempt(Launch(["mpirun"], {}, 2), run, 1, LiveLock(run, myself()), StopSignals(), Limits())
+    attempt = watching(RunDir(tmp_path), 2, command=["mpirun"])
     attempt.launcher.process = subprocess.Popen(["sleep", "60"])
     attempt.launcher.process.kill()
     attempt.launcher.process.wait()
@@ -279,18 +279,17 @@ def test_looks_at_very_many_ranks_take_little_of_the_time(tmp_path: Path, monkey
 
     def slow(*_: object) -> list[object]:
         looks.append(time.monotonic())
-        time.sleep(0.5)  # a thousand files on Lustre take longer
+        time.sleep(0.2)  # a thousand files on Lustre take longer
         return []
 
     monkeypatch.setattr(attempts.WordReader, "look", slow)
-    supervise(RunDir(tmp_path), lambda number: Launch(["sleep", "3"], {}, 1), Limits(), Attempt())
+    monkeypatch.setattr(attempts, "WORDS_EVERY_S", 0.05)
+    supervise(RunDir(tmp_path), lambda number: Launch(["sleep", "1"], {}, 1), Limits(), Attempt())
     assert len(looks) == 1, "when it begins"
 
 
 def test_ranks_that_save_after_a_stop_request_have_time_as_long_as_the_checkpoint_grows(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    run.create()
-    attempt = WatchedAttempt(Launch([], {}, 1), run, 1, LiveLock(run, myself()), StopSignals(), Limits(stop_grace_s=60))
+    attempt = watching(run := RunDir(tmp_path), limits=Limits(stop_grace_s=60))
     partial = run.checkpoints / ".partial-step-000000009-token"
     partial.mkdir()
     attempt.begin_stop(0, StopRequest.of_signal(signal.SIGTERM))
@@ -354,10 +353,8 @@ def test_a_launcher_that_starts_nothing_is_not_waited_for_after_a_stop_request(
     ],
 )
 def test_a_terminal_that_closes_is_not_a_second_ctrl_c(tmp_path: Path, received: list[int], ended: bool) -> None:
-    run, signals = RunDir(tmp_path), StopSignals()
-    run.create()
-    signals.received = received
-    attempt = WatchedAttempt(Launch([], {}, 1), run, 1, LiveLock(run, myself()), signals, Limits())
+    attempt = watching(RunDir(tmp_path))
+    attempt.signals.received = received
     attempt.take_signals(0.0)
     assert (attempt.failure is not None) is ended and attempt.stop is not None
 
@@ -534,8 +531,7 @@ def test_failures_of_an_earlier_command_use_up_no_tries(tmp_path: Path) -> None:
 
 
 def test_the_reason_for_which_an_attempt_was_ended_stands(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    attempt = WatchedAttempt(Launch([], {}, 1), run, 1, LiveLock(run, myself()), StopSignals(), Limits(2.0))
+    attempt = watching(RunDir(tmp_path), limits=Limits(2.0))
     attempt.next_look = math.inf
     attempt.begin_stop(0.0, StopRequest.of_signal(signal.SIGINT))
     attempt.signals.received += [signal.SIGINT, signal.SIGINT]
