@@ -65,6 +65,19 @@ def beat(node: int, phase: int, age: float, state: str = "S", steps: int = 50) -
     return Message("beat", {"node": node, "beats": beats, "dropped": 0, "first_step": 1000})
 
 
+def feed(chief: Chief, trace: traces.Trace) -> None:
+    """All windows of a trace, by node."""
+    for window in trace.windows():
+        for message in parts(window):
+            chief.receive(message, 0.0)
+
+
+def hear(chief: Chief, age: float, now: float = 100.0, nodes: int = 4) -> None:
+    """The first nodes' beats of ranks that wait in the exchange."""
+    for node in range(nodes):
+        chief.receive(beat(node, Phase.BACKWARD, age), now)
+
+
 def test_a_slow_rank_becomes_a_sentence_and_an_event(tmp_path: Path) -> None:
     chief, said = chief_in(tmp_path)
     trace = traces.slowed(traces.simulated(8, 640, np.random.default_rng(1)), 3, Phase.DATA, 0.3, 200)
@@ -143,8 +156,7 @@ def test_nothing_is_excluded_without_evidence_leave_or_a_cause_of_the_host(tmp_p
 
 def test_a_hang_asks_for_stacks_then_reports_and_ends_the_ranks(tmp_path: Path) -> None:
     chief, said = chief_in(tmp_path, hang_s=10, on_hang="abort")
-    for node in range(3):
-        chief.receive(beat(node, Phase.BACKWARD, 11), 100.0)
+    hear(chief, 11, nodes=3)
     chief.receive(beat(3, Phase.FORWARD, 11, "R"), 100.0)
     commands = chief.tick(100.1)
     assert [(command.node, command.message.fields["ranks"]) for command in commands] == [(3, [6, 7]), (0, [0])]
@@ -170,8 +182,7 @@ def test_in_a_supervised_run_the_note_of_a_death_is_waited_for(
     monkeypatch.setenv(RUN_DIR, str(tmp_path))
     monkeypatch.setenv(ATTEMPT, "1")
     chief, _ = chief_in(tmp_path)
-    for node in range(3):
-        chief.receive(beat(node, Phase.BACKWARD, 1), 100.0)
+    hear(chief, 1, nodes=3)
     chief.receive(beat(3, Phase.FORWARD, 1, "gone"), 100.0)
     assert chief.tick(100.1) == [] == events_of(tmp_path)
     (tmp_path / "monitor" / "deaths-1-n1.txt").write_text(noted)
@@ -188,8 +199,7 @@ def test_of_ranks_that_are_found_dead_together_the_one_noted_first_is_named(
 ) -> None:
     chief, said = chief_in(tmp_path)
     (tmp_path / "monitor" / "deaths-1-n1.txt").write_text(noted)
-    for node in range(3):
-        chief.receive(beat(node, Phase.BACKWARD, 1), 100.0)
+    hear(chief, 1, nodes=3)
     chief.receive(beat(3, Phase.FORWARD, 1, "gone"), 100.0)
     chief.tick(100.1)
     [event] = events_of(tmp_path)
@@ -199,8 +209,7 @@ def test_of_ranks_that_are_found_dead_together_the_one_noted_first_is_named(
 
 def test_stacks_that_do_not_come_do_not_hold_up_the_report(tmp_path: Path) -> None:
     chief, _ = chief_in(tmp_path, hang_s=10, on_hang="report")
-    for node in range(4):
-        chief.receive(beat(node, Phase.BACKWARD, 11), 100.0)
+    hear(chief, 11)
     assert chief.tick(100.1)
     assert chief.tick(130.0) == []
     [event] = events_of(tmp_path)
@@ -211,9 +220,7 @@ def test_stacks_that_do_not_come_do_not_hold_up_the_report(tmp_path: Path) -> No
 
 def test_the_live_view_holds_the_last_window_and_what_is_said(tmp_path: Path) -> None:
     chief, _ = chief_in(tmp_path)
-    for window in slow_host().windows():
-        for message in parts(window):
-            chief.receive(message, 0.0)
+    feed(chief, slow_host())
     chief.close()
     view = json.loads((tmp_path / "monitor" / "live.json").read_bytes())
     assert [rank["rank"] for rank in view["ranks"]] == list(range(8)) and view["num_ranks"] == 8
@@ -239,9 +246,7 @@ def test_the_heat_map_is_bounded_and_the_report_shows_it(tmp_path: Path) -> None
 def test_a_full_disk_costs_events_not_the_monitor(tmp_path: Path) -> None:
     chief, said = chief_in(tmp_path)
     (tmp_path / "monitor").rmdir()
-    for window in slow_host().windows():
-        for message in parts(window):
-            chief.receive(message, 0.0)
+    feed(chief, slow_host())
     chief.close()
     for what in ("monitor/events.jsonl cannot be written", "cannot write its live view", "cannot write its heat map"):
         assert any(what in text for text in said)
@@ -250,8 +255,7 @@ def test_a_full_disk_costs_events_not_the_monitor(tmp_path: Path) -> None:
 def test_a_full_disk_keeps_no_hung_rank_alive(tmp_path: Path) -> None:
     chief, said = chief_in(tmp_path, hang_s=10, on_hang="abort")
     (tmp_path / "monitor").rmdir()
-    for node in range(4):
-        chief.receive(beat(node, Phase.BACKWARD, 11), 100.0)
+    hear(chief, 11)
     chief.tick(100.1)
     assert [command.message.kind for command in chief.tick(130.0)] == ["kill"] * 4
     assert any("cannot write stacks" in text for text in said)
@@ -261,19 +265,15 @@ def test_a_full_disk_excludes_nobody_and_ends_nothing(tmp_path: Path) -> None:
     chief, said = chief_in(tmp_path, action="exclude_on_requeue")
     chief.receive(Message("findings", {"node": 2, "host": ["throttled"], "ranks": {}}), time.monotonic())
     (tmp_path / "monitor").rmdir()
-    for window in slow_host().windows():
-        for message in parts(window):
-            chief.receive(message, 0.0)
+    feed(chief, slow_host())
     assert any("cannot exclude n2" in text for text in said)
 
 
 def test_a_node_that_falls_silent_is_the_culprit(tmp_path: Path) -> None:
     chief, _ = chief_in(tmp_path, hang_s=20)
-    for node in range(4):
-        chief.receive(beat(node, Phase.BACKWARD, 1), 100.0)
+    hear(chief, 1)
     assert chief.tick(100.1) == []
-    for node in range(3):
-        chief.receive(beat(node, Phase.BACKWARD, 25), 125.0)
+    hear(chief, 25, 125.0, nodes=3)
     chief.tick(125.1)
     assert chief.open_hang is not None
     assert [(culprit.rank, culprit.state) for culprit in chief.open_hang.hang.culprits] == [
@@ -299,8 +299,7 @@ def test_a_host_that_cannot_be_reached_is_told_and_ends_nothing(tmp_path: Path) 
 def test_ranks_that_were_never_heard_of_do_not_stop_the_watching(tmp_path: Path) -> None:
     chief, said = chief_in(tmp_path, hang_s=10)
     for now in (100.0, 130.0, 170.0):
-        for node in range(3):
-            chief.receive(beat(node, Phase.BACKWARD, now - 90), now)
+        hear(chief, now - 90, now, nodes=3)
         chief.tick(now)
     assert said == ["the monitor has not heard from the agents of ranks 6-7: it cannot watch them"]
     assert chief.open_hang is not None
@@ -383,9 +382,7 @@ def test_energy_and_gpus_become_an_event_and_part_of_the_live_view(tmp_path: Pat
     chief, _ = chief_in(tmp_path)
     for node in (0, 1, 1):
         chief.receive(devices(node), 0.0)
-    for window in slow_host().windows():
-        for message in parts(window):
-            chief.receive(message, 0.0)
+    feed(chief, slow_host())
     chief.close()
     [event] = [event for event in events_of(tmp_path) if event["event"] == "devices"]
     assert (event["gpu_joules"], event["cpu_joules"]) == (200.0, None), (
