@@ -10,7 +10,7 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 from threading import Timer
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -36,6 +36,8 @@ from hpctrain.train.state import ArrayTensor, TrainState
 from hpctrain.train.stateful import Kept, PerRank, kept_state
 from tests.support.fake_framework import FakeFramework
 from tests.support.mpi import PATIENCE_S
+
+E = TypeVar("E", bound=Event)
 
 
 class Counter(FakeFramework):
@@ -70,6 +72,14 @@ class Interrupt(BaseHook):
 
     def after_step(self, trainer: Trainer, result: Any) -> StopReason | None:
         return self.action() if trainer.state.step == self.step else None
+
+
+class Lost(Exception):
+    """The process is gone."""
+
+
+def lose() -> None:
+    raise Lost
 
 
 class Run:
@@ -115,8 +125,12 @@ class Run:
         return framework
 
     def said(self, event: str) -> list[int]:
-        """Steps of the events of a kind."""
+        """Steps of the events of a name."""
         return [each.step for each in self.events if each.name == event]
+
+    def of(self, kind: type[E]) -> list[E]:
+        """Events of a kind."""
+        return [each for each in self.events if isinstance(each, kind)]
 
 
 def test_saves_by_steps_and_at_the_end_and_resumes(tmp_path: Path) -> None:
@@ -265,7 +279,7 @@ def test_saves_that_fail_are_told_by_their_number_and_tried_again_before_they_ar
     run = Run(tmp_path, every_steps=3, mode="sync", overhead_budget=1e9)
     free = Interrupt(8, lambda: monkeypatch.setattr(saver_module, "LEAST_SPARE_BYTES", 0))
     run.attempt(free)
-    failed = [(each.step, each.failures) for each in run.events if isinstance(each, CheckpointFailed)]
+    failed = [(each.step, each.failures) for each in run.of(CheckpointFailed)]
     assert failed == [(step, step - 2) for step in range(3, 8)] and run.said("checkpoint_saved") == [8, 9, 10]
     assert "5 CHECKPOINTS IN A ROW FAILED" in capsys.readouterr().out
 

@@ -35,21 +35,13 @@ from hpctrain.train.loop import Trainer
 from tests.support.faults import FileServer
 from tests.support.object_store import REFUSALS, ObjectStore
 from tests.support.thread_groups import ThreadGroup, in_threads
-from tests.unit.checkpoint.test_hook import Counter, Interrupt, Run
+from tests.unit.checkpoint.test_hook import Counter, Interrupt, Lost, Run, lose
 
 pytest.importorskip("obstore", reason="the extra lake is not installed")
 
 
 EVERY = 8
 """Steps between checkpoints: enough to send one, for each stage of which there is a step."""
-
-
-class Lost(Exception):
-    """The process is gone."""
-
-
-def lose() -> None:
-    raise Lost
 
 
 class Patience(BaseHook):
@@ -93,15 +85,12 @@ class Site:
         shutil.rmtree(self.folder)
 
     def resumed(self) -> tuple[int, str | None]:
-        (event,) = [each for each in self.run.events if isinstance(each, Resumed)]
+        (event,) = self.run.of(Resumed)
         return event.step, event.tier
 
     def steps(self) -> list[int]:
         """In the store."""
         return sorted(look(ObjectFolder(self.url)).folders)
-
-    def away(self) -> list[StoreAway]:
-        return [each for each in self.run.events if isinstance(each, StoreAway)]
 
 
 @pytest.fixture
@@ -138,7 +127,7 @@ def test_what_the_run_folder_has_is_not_fetched_and_what_the_store_lacks_is_sent
 def test_every_steps_takes_the_first_at_or_after_and_the_last(tmp_path: Path) -> None:
     site = Site(tmp_path, f"file://{tmp_path}/store", every_steps=20)
     site.attempt(steps=49)
-    stored = [each.step for each in site.run.events if isinstance(each, CheckpointStored)]
+    stored = [each.step for each in site.run.of(CheckpointStored)]
     assert stored == [8, 24, 40, 49]
 
 
@@ -180,7 +169,7 @@ def test_a_store_that_is_away_is_said_once_and_gets_what_it_missed(
         object_store.fail("", 0)
 
     there.attempt(Interrupt(4, leave), Interrupt(12, wait_until_said), Interrupt(20, come_back), steps=30)
-    (away,) = there.away()
+    (away,) = there.run.of(StoreAway)
     assert REFUSALS[how][1] in str(away.error) and away.step > 4
     assert there.steps()[-1] == there.run.store.steps()[-1] == 30
     said = capsys.readouterr().out
@@ -192,7 +181,7 @@ def test_a_run_ends_without_the_store_and_says_what_is_missing(there: Site, obje
     hasty = TiersConfig(store=StoreTierConfig(there.url, wait_s=0.2))
     there.run.config = CheckpointConfig(every_steps=EVERY, mode="sync", tiers=hasty)
     there.attempt(Interrupt(4, lambda: setattr(there, "is_away", True) or object_store.fail("all-busy", 10**6)))
-    assert "the checkpoint of step 10 has not arrived" in str(there.away()[-1].error)
+    assert "the checkpoint of step 10 has not arrived" in str(there.run.of(StoreAway)[-1].error)
     object_store.fail("", 0)
     there.is_away, there.run.config = False, patient
     there.attempt()
@@ -221,7 +210,7 @@ def test_half_an_object_and_a_missing_one_are_passed_over(site: Site) -> None:
     next((store / folders[24]).glob("*.h5")).unlink()
     assert site.attempt(steps=20).weight.tolist() == [20.0] * 3
     assert site.resumed() == (16, "store")
-    (event,) = [each for each in site.run.events if isinstance(each, Resumed)]
+    (event,) = site.run.of(Resumed)
     assert [each.step for each in event.rejected] == [32, 24]
 
 
@@ -270,11 +259,11 @@ def test_killed_at_any_request_it_resumes_from_the_newest_that_is_whole(
         left = last
         with suppress(Killed):
             site.attempt(steps=16)
-        announced = [each.step for each in site.run.events if isinstance(each, CheckpointStored)]
+        announced = [each.step for each in site.run.of(CheckpointStored)]
         shutil.rmtree(site.folder, ignore_errors=True)
         left = 10**6
         assert site.attempt(steps=17).weight.tolist() == [17.0] * 3
-        resumed = [each.step for each in site.run.events if isinstance(each, Resumed)]
+        resumed = [each.step for each in site.run.of(Resumed)]
         assert max(announced, default=0) <= max(resumed, default=0)
         arrived = max(arrived, *announced, 0)
     assert arrived == 16, "the last attempts end as they should"
@@ -365,7 +354,7 @@ def test_a_replaced_attempt_does_not_take_the_place_over(site: Site) -> None:
 
     site.fence = fence
     site.attempt(steps=9)
-    assert site.steps() == [] and "a newer attempt has begun" in str(site.away()[0].error)
+    assert site.steps() == [] and "a newer attempt has begun" in str(site.run.of(StoreAway)[0].error)
 
 
 def test_begun_again_the_old_ones_do_not_count(site: Site) -> None:
@@ -402,7 +391,7 @@ def test_ranks_share_sending_and_fetching(tmp_path: Path) -> None:
         run.world = World(everyone, everyone, Group("local"), everyone.rank, everyone.size, "here")
         run.make_store = partial(CheckpointStore, group=everyone, peers=everyone)
         run.make_remote = lambda: open_remote(config, tmp_path / "checkpoints", everyone, Retention(2), lambda: None)
-        return run.attempt(steps=steps).weight, run.events
+        return run.attempt(steps=steps).weight, run
 
     in_threads(3, partial(train, steps=20))
     there = look(ObjectFolder(str(config.url)))
@@ -410,7 +399,7 @@ def test_ranks_share_sending_and_fetching(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "checkpoints")
     ended = in_threads(3, partial(train, steps=30))
     assert [weight.tolist() for weight, _ in ended] == [[30.0] * 3] * 3
-    (resumed,) = [each for each in ended[0][1] if isinstance(each, Resumed)]
+    (resumed,) = ended[0][1].of(Resumed)
     assert (resumed.step, resumed.tier, resumed.ranks) == (20, "store", 3)
 
 

@@ -38,15 +38,7 @@ from hpctrain.train.loop import Trainer
 from tests.support.faults import FileServer
 from tests.support.mpi import PATIENCE_S
 from tests.support.thread_groups import ThreadGroup, in_threads
-from tests.unit.checkpoint.test_hook import Counter, Interrupt, Run
-
-
-class Lost(Exception):
-    """The rank is gone."""
-
-
-def lose() -> None:
-    raise Lost
+from tests.unit.checkpoint.test_hook import Counter, Interrupt, Lost, Run, lose
 
 
 class Patience(BaseHook):
@@ -104,7 +96,7 @@ class Node:
         return max(snapshots(self.home, 0), key=lambda folder: folder.name)
 
     def resumed(self) -> list[tuple[int, str | None]]:
-        return [(each.step, each.tier) for each in self.run.events if isinstance(each, Resumed)]
+        return [(each.step, each.tier) for each in self.run.of(Resumed)]
 
 
 @pytest.fixture
@@ -171,7 +163,7 @@ def test_the_memory_tier_holds_one_copy_besides_the_one_that_is_filled(node: Nod
     assert len(files) == 2
     assert not list(node.home.rglob(f"{STAGING}*")) and len(snapshots(node.home, 0)) <= 2
     node.attempt(Interrupt(70))
-    (event,) = [each for each in node.run.events if isinstance(each, Resumed)]
+    (event,) = node.run.of(Resumed)
     assert event.tier == "memory" and not event.rejected
 
 
@@ -193,7 +185,7 @@ def test_a_damaged_one_is_not_used_and_the_run_folder_is(node: Node) -> None:
         damage(folder)
     node.attempt(steps=200)
     assert node.resumed() == [(100, None)]
-    (event,) = [each for each in node.run.events if isinstance(each, Resumed)]
+    (event,) = node.run.of(Resumed)
     assert event.rejected and all("memory" in (each.reason or "") for each in event.rejected)
     assert 100 in node.run.store.steps() and not list(node.run_dir.checkpoints.glob("damaged-*"))
 
@@ -312,7 +304,7 @@ class Nodes:
             self.attempt(lambda: Interrupt(step, lose))
 
     def resumed(self) -> Resumed:
-        (event,) = [each for each in self.runs[0].events if isinstance(each, Resumed)]
+        (event,) = self.runs[0].of(Resumed)
         return event
 
 
