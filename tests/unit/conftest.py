@@ -1,10 +1,12 @@
-"""Fixtures: an object store for tests of tables and checkpoints, and the environment variables of a run."""
+"""Fixtures: an object store for tests of tables and checkpoints, the command line, and the environment of a run."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
+from hpctrain.cli import main
 from hpctrain.system.output import quiet_environment
 from tests.support.object_store import ObjectStore, serving
 
@@ -30,6 +32,18 @@ def object_store(_server: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Objec
         monkeypatch.setenv(name, value)
     _server.fail("", 0)
     return _server
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """``cli(*words, code=0)`` runs ``hpctrain`` in this process; ``out`` and ``err`` of the result are what it said."""
+
+    def run(*words: object, code: int = 0) -> Any:
+        capsys.readouterr()
+        assert main([str(word) for word in words]) == code
+        return capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.bench import ranks
-from hpctrain.cli import main
 from hpctrain.errors import ExitCode, RunFailed
 
 
@@ -16,6 +15,8 @@ def test_a_program_that_does_not_end_is_a_clear_error(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("benchmark", ["data", "checkpoint"])
-def test_a_folder_that_is_not_there_is_a_clear_error(benchmark: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", benchmark, "--folder", "/nowhere"]) == ExitCode.USER_ERROR
-    assert "--folder /nowhere is not a folder" in capsys.readouterr().err
+def test_a_folder_that_is_not_there_is_a_clear_error(benchmark: str, cli) -> None:
+    assert (
+        "--folder /nowhere is not a folder"
+        in cli("bench", benchmark, "--folder", "/nowhere", code=ExitCode.USER_ERROR).err
+    )

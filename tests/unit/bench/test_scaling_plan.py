@@ -10,7 +10,6 @@ import pytest
 from hpctrain.bench import scaling
 from hpctrain.bench import scaling_runs as runs
 from hpctrain.bench.scaling_runs import Shape, batches, jobs, shapes
-from hpctrain.cli import main
 from hpctrain.config.loading import load
 from hpctrain.config.sections import Config, LaunchConfig, TrainConfig
 from hpctrain.errors import ExitCode, UserError
@@ -87,13 +86,10 @@ def test_ranks_that_are_no_numbers(words: str) -> None:
         scaling.parse_ranks(words)
 
 
-def test_several_nodes_of_a_job_want_slurm(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_nodes_of_a_job_want_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cli) -> None:
     """``hpctrain run``, which would measure there, uses one machine."""
     for name, value in {"JOB_ID": "7", "JOB_NODELIST": "n[1-2]", "JOB_NUM_NODES": "2", "NTASKS": "4"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     (tmp_path / "run.yaml").write_text("name: r\ntask: wave.py:task\ntrain: {epochs: 3, global_batch: 32}\n")
-    assert main(["bench", "scaling", str(tmp_path / "run.yaml")]) == ExitCode.USER_ERROR
-    said = capsys.readouterr().err
+    said = cli("bench", "scaling", tmp_path / "run.yaml", code=ExitCode.USER_ERROR).err
     assert "job 7 has n[1-2]" in said and "give --slurm" in said

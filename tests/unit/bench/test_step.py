@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from hpctrain.bench.step import Contenders
-from hpctrain.cli import main
 from hpctrain.comm.world import World, alone
 from hpctrain.errors import ExitCode
 from hpctrain.reduce.reducer_choice import ReducerChoice
@@ -87,16 +86,14 @@ def test_another_contender_has_its_own_loop() -> None:
         (["--rounds", "0"], "--rounds: give 1 or more in place of 0"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "step", *words]) == ExitCode.USER_ERROR
-    assert said in capsys.readouterr().err
+def test_what_cannot_be_measured_is_refused(words: list[str], said: str, cli) -> None:
+    assert said in cli("bench", "step", *words, code=ExitCode.USER_ERROR).err
 
 
 @pytest.mark.slow
-def test_both_frameworks_measure_their_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_frameworks_measure_their_step(cli) -> None:
     options = ["--models", "mlp", "--contenders", "none", "--ranks", "1", "--rounds", "1", "--steps", "2"]
-    assert main(["bench", "step", "--framework", "all", *options, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["rows"]
+    found = json.loads(cli("bench", "step", "--framework", "all", *options, "--json").out)["rows"]
     assert [(row["framework"], row["model"], row["contender"]) for row in found] == [
         ("torch", "mlp", "none"),
         ("tensorflow", "mlp", "none"),

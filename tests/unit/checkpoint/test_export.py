@@ -86,11 +86,11 @@ def keras_digits(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any
 IMAGES = np.random.default_rng(0).random((5, 1, 8, 8), dtype=np.float32)
 
 
-def test_torch_state_dict_loads_in_stock_pytorch(digits: Any, tmp_path: Path) -> None:
+def test_torch_state_dict_loads_in_stock_pytorch(digits: Any, tmp_path: Path, cli) -> None:
     from hpctrain.tasks.torch_digits import Network
 
     task, _, path = digits
-    assert main(["ckpt", "export", str(path), "-o", str(tmp_path / "out.pt"), "--no-ema"]) == 0
+    cli("ckpt", "export", path, "-o", tmp_path / "out.pt", "--no-ema")
     network = Network()
     network.load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))
     assert torch.equal(network(torch.from_numpy(IMAGES)), task.model(torch.from_numpy(IMAGES)))
@@ -106,7 +106,7 @@ class Tied(torch.nn.Module):
 
 
 @pytest.mark.parametrize("averaged", [False, True])
-def test_tied_weights_are_exported_under_each_name(averaged: bool, tmp_path: Path) -> None:
+def test_tied_weights_are_exported_under_each_name(averaged: bool, tmp_path: Path, cli) -> None:
     from tests.tasks.torch_tasks import make_framework
 
     framework = make_framework(alone(), Tied, ema_decay=0.5)
@@ -117,7 +117,7 @@ def test_tied_weights_are_exported_under_each_name(averaged: bool, tmp_path: Pat
     saver.finish().path_or_raise()
     saver.close()
     more = [] if averaged else ["--no-ema"]
-    assert main(["ckpt", "export", str(tmp_path), "-o", str(tmp_path / "out.pt"), *more]) == 0
+    cli("ckpt", "export", tmp_path, "-o", tmp_path / "out.pt", *more)
     model = Tied()
     model.load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))
     assert torch.equal(model.head.weight, average if averaged else framework.model.head.weight)
@@ -160,10 +160,10 @@ def test_extra_state_of_modules_is_exported_where_pytorch_wants_it(
     assert torch.equal(model.state["seen"], torch.arange(2))
 
 
-def test_averaged_weights_differ(digits: Any, tmp_path: Path) -> None:
+def test_averaged_weights_differ(digits: Any, tmp_path: Path, cli) -> None:
     _, _, path = digits
     for name, more in (("plain.pt", ["--no-ema"]), ("ema.pt", ["--ema"]), ("default.pt", [])):
-        assert main(["ckpt", "export", str(path), "-o", str(tmp_path / name), *more]) == 0
+        cli("ckpt", "export", path, "-o", tmp_path / name, *more)
     names = ("plain.pt", "ema.pt", "default.pt")
     plain, average, default = (torch.load(tmp_path / name, weights_only=True) for name in names)
     assert all(torch.equal(default[name], average[name]) for name in average)
@@ -171,30 +171,30 @@ def test_averaged_weights_differ(digits: Any, tmp_path: Path) -> None:
     assert not torch.equal(plain["conv1.weight"], average["conv1.weight"])
 
 
-def test_safetensors_loads_in_the_stock_library(digits: Any, tmp_path: Path) -> None:
+def test_safetensors_loads_in_the_stock_library(digits: Any, tmp_path: Path, cli) -> None:
     library = pytest.importorskip("safetensors.torch")
     task, _, path = digits
-    assert main(["ckpt", "export", str(path), "-o", str(tmp_path / "out.safetensors"), "--no-ema"]) == 0
+    cli("ckpt", "export", path, "-o", tmp_path / "out.safetensors", "--no-ema")
     found, expected = library.load_file(tmp_path / "out.safetensors"), task.model.state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_keras_weights_load_in_stock_keras(keras_digits: Any, tmp_path: Path) -> None:
+def test_keras_weights_load_in_stock_keras(keras_digits: Any, tmp_path: Path, cli) -> None:
     import keras
 
     from hpctrain.tasks.tensorflow_digits import network
 
     task, _, path = keras_digits
-    assert main(["ckpt", "export", str(path), "-o", str(tmp_path / "out.weights.h5"), "--no-ema"]) == 0
-    assert main(["ckpt", "export", str(path), "-o", str(tmp_path / "out.keras"), "--no-ema"]) == 0
+    cli("ckpt", "export", path, "-o", tmp_path / "out.weights.h5", "--no-ema")
+    cli("ckpt", "export", path, "-o", tmp_path / "out.keras", "--no-ema")
     model = network()
     model.load_weights(tmp_path / "out.weights.h5")
     for one in (model, keras.saving.load_model(tmp_path / "out.keras")):
         np.testing.assert_array_equal(one(IMAGES), task.model(IMAGES))
 
 
-def test_weights_of_a_model_with_a_step_of_its_own_load_in_stock_keras(tmp_path: Path) -> None:
+def test_weights_of_a_model_with_a_step_of_its_own_load_in_stock_keras(tmp_path: Path, cli) -> None:
     """The export did not know what ``compile`` had set, and Keras thinks that a model without ``call`` is not built."""
     pytest.importorskip("keras")
     from tests.tasks import keras_own_steps
@@ -206,7 +206,7 @@ def test_weights_of_a_model_with_a_step_of_its_own_load_in_stock_keras(tmp_path:
     with closing(wiring.make_framework(config, alone(), problem.task, IntervalClock())) as framework:
         framework.step([{"picture": keras_own_steps.pictures(8)}], 8)
         path = saved(framework, config, tmp_path / "checkpoints")
-    assert main(["ckpt", "export", str(path), "-o", str(tmp_path / "out.weights.h5")]) == 0
+    cli("ckpt", "export", path, "-o", tmp_path / "out.weights.h5")
     fresh = keras_own_steps.vae()
     fresh.built, fresh.optimizer = True, None
     fresh.load_weights(tmp_path / "out.weights.h5")
@@ -214,7 +214,7 @@ def test_weights_of_a_model_with_a_step_of_its_own_load_in_stock_keras(tmp_path:
         np.testing.assert_array_equal(mine, trained)
 
 
-def test_adapters_of_keras_are_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapters_of_keras_are_merged(tmp_path: Path, cli) -> None:
     pytest.importorskip("keras")
     from tests.tasks import adapted_keras
 
@@ -226,20 +226,19 @@ def test_adapters_of_keras_are_merged(tmp_path: Path, capsys: pytest.CaptureFixt
         path = saved(framework, config, tmp_path / "checkpoints")
     wanted = np.asarray(problem.task.model(adapted_keras.INPUTS))
     words = ["ckpt", "export", str(path), "-o", str(tmp_path / "merged.weights.h5")]
-    assert main(words) == 0
+    cli(*words)
     plain = adapted_keras.network()
     plain.load_weights(tmp_path / "merged.weights.h5")
     np.testing.assert_allclose(np.asarray(plain(adapted_keras.INPUTS)), wanted, rtol=1e-5, atol=1e-6)
-    assert main([*words, "--merge-lora", "3"]) == 64
-    assert "Keras itself merges adapters" in capsys.readouterr().err
+    assert "Keras itself merges adapters" in cli(*words, "--merge-lora", "3", code=64).err
 
 
-def test_keras_weights_for_a_folder_that_is_not_there(
-    keras_digits: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_keras_weights_for_a_folder_that_is_not_there(keras_digits: Any, tmp_path: Path, cli) -> None:
     _, _, path = keras_digits
-    assert main(["ckpt", "export", str(path), "-o", str(tmp_path / "none" / "out.weights.h5")]) == 64
-    assert "out.weights.h5 cannot be written" in capsys.readouterr().err
+    assert (
+        "out.weights.h5 cannot be written"
+        in cli("ckpt", "export", path, "-o", tmp_path / "none" / "out.weights.h5", code=64).err
+    )
 
 
 def test_both_frameworks_hold_the_same_arrays_under_documented_names(digits: Any, keras_digits: Any) -> None:
@@ -261,9 +260,9 @@ def test_both_frameworks_hold_the_same_arrays_under_documented_names(digits: Any
         np.testing.assert_allclose(network(torch.from_numpy(IMAGES)), keras_digits[0].model(IMAGES), atol=1e-5)
 
 
-def test_initial_weights_from_a_checkpoint_and_from_safetensors(digits: Any, tmp_path: Path) -> None:
+def test_initial_weights_from_a_checkpoint_and_from_safetensors(digits: Any, tmp_path: Path, cli) -> None:
     task, _, path = digits
-    assert main(["ckpt", "export", str(path), "-o", str(tmp_path / "out.safetensors"), "--no-ema"]) == 0
+    cli("ckpt", "export", path, "-o", tmp_path / "out.safetensors", "--no-ema")
     for source in (path, path.parent, tmp_path / "out.safetensors"):
         new, framework, _ = trained("torch", tmp_path)
         with closing(framework):
@@ -335,13 +334,12 @@ def test_an_export_that_cannot_be_written_says_so(place: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("outer", [False, True])
-def test_an_export_of_local_training_says_whose_mean_it_is(
-    outer: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_of_local_training_says_whose_mean_it_is(outer: bool, tmp_path: Path, cli) -> None:
     names = ["model/w", *(["sync/outer"] if outer else [])]
     saver = open_saver(CheckpointStore(tmp_path))
     saver.begin([ArrayTensor(name, np.ones(3, np.float32)) for name in names], 1, {}, lambda: None)
     saver.finish().path_or_raise()
     saver.close()
-    assert main(["ckpt", "export", str(tmp_path), "-o", str(tmp_path / "out.safetensors")]) == 0
-    assert ("evaluations judge the outer weights" in capsys.readouterr().out) == outer
+    assert (
+        "evaluations judge the outer weights" in cli("ckpt", "export", tmp_path, "-o", tmp_path / "out.safetensors").out
+    ) == outer

@@ -47,7 +47,7 @@ def begun(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_resumed_run_is_the_one_whose_checkpoints_hold_all(begun: Path) -> None:
+def test_a_resumed_run_is_the_one_whose_checkpoints_hold_all(begun: Path, cli) -> None:
     train(begun, "lora", 4)
     train(begun, "whole", 4, checkpoint__frozen="saved")
     lora, whole = (CheckpointStore(begun / name / "checkpoints") for name in ("lora", "whole"))
@@ -61,7 +61,7 @@ def test_a_resumed_run_is_the_one_whose_checkpoints_hold_all(begun: Path) -> Non
     assert export(begun, "lora") == export(begun, "whole")
     (begun / BASE).unlink()
     assert export(begun, "lora", "--trainable-only") == export(begun, "whole", "--trainable-only")
-    assert main(["ckpt", "inspect", str(begun / "lora")]) == 0
+    cli("ckpt", "inspect", begun / "lora")
 
 
 def changed(file: Path) -> None:
@@ -79,17 +79,13 @@ def changed(file: Path) -> None:
         (lambda file: write_weights(file, 8, without="4.weight"), "has changed since the run began: 4.weight"),
     ],
 )
-def test_another_source_is_refused(
-    spoil: Callable[[Path], Any], said: str, begun: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_source_is_refused(spoil: Callable[[Path], Any], said: str, begun: Path, cli) -> None:
     spoil(begun / BASE)
     with pytest.raises(UserError, match=said):
         train(begun, "lora", 4)
     out = str(begun / "out.safetensors")
-    assert main(["ckpt", "export", str(begun / "lora"), "-o", out]) == 64
-    assert said in capsys.readouterr().err
-    assert main(["ckpt", "verify", str(begun / "lora")]) == 70
-    assert said in capsys.readouterr().out
+    assert said in cli("ckpt", "export", begun / "lora", "-o", out, code=64).err
+    assert said in cli("ckpt", "verify", begun / "lora", code=70).out
 
 
 def test_a_source_on_a_file_server_that_fails_over_is_waited_for(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,21 +245,21 @@ def saved(framework: Any, folder: Path) -> str:
     return str(folder)
 
 
-def test_an_adapter_is_exported_alone_and_merged(tmp_path: Path) -> None:
+def test_an_adapter_is_exported_alone_and_merged(tmp_path: Path, cli) -> None:
     framework = make_framework(alone(), Adapted)
     x = np.random.default_rng(0).normal(size=(4, 12)).astype(np.float32)
     for _ in range(3):
         framework.step([{"x": x, "y": np.arange(4) % 3}], 4)
     path = saved(framework, tmp_path / "checkpoints")
     alone_file, whole = tmp_path / "adapter.safetensors", tmp_path / "merged.pt"
-    assert main(["ckpt", "export", path, "-o", str(alone_file), "--trainable-only"]) == 0
+    cli("ckpt", "export", path, "-o", alone_file, "--trainable-only")
     assert set(safetensors.read(alone_file)[0]) == {
         "layer.lora_A.weight",
         "layer.lora_B.weight",
         "head.weight",
         "head.bias",
     }
-    assert main(["ckpt", "export", path, "-o", str(whole), "--merge-lora", "8"]) == 0
+    cli("ckpt", "export", path, "-o", whole, "--merge-lora", "8")
     plain = Adapted()
     plain.layer = nn.Linear(12, 4)
     plain.load_state_dict(torch.load(whole, weights_only=True))
@@ -292,10 +292,10 @@ def test_names_of_peft_are_found_under_those_of_the_plain_network() -> None:
     assert found == {name: source[plain] for name, plain in wanted.items()} | {"c.weight": source["c.weight"]}
 
 
-def test_a_whole_model_has_nothing_frozen(tmp_path: Path) -> None:
+def test_a_whole_model_has_nothing_frozen(tmp_path: Path, cli) -> None:
     path = saved(make_framework(alone(), Network), tmp_path / "checkpoints")
     out = tmp_path / "out.safetensors"
-    assert main(["ckpt", "export", path, "-o", str(out), "--trainable-only", "--rename", "encoder.=bert."]) == 0
+    cli("ckpt", "export", path, "-o", out, "--trainable-only", "--rename", "encoder.=bert.")
     assert {"bert.0.weight", "head.weight"} <= set(safetensors.read(out)[0])
 
 
@@ -310,12 +310,11 @@ def test_a_whole_model_has_nothing_frozen(tmp_path: Path) -> None:
     ],
 )
 def test_exports_that_cannot_be_made(
-    options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    options: list[str], said: str, tmp_path: Path, cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     path = saved(make_framework(alone(), Network), tmp_path / "checkpoints")
-    assert main(["ckpt", "export", path, "-o", str(tmp_path / "out.safetensors"), *options]) == 64
-    assert said in capsys.readouterr().err
+    assert said in cli("ckpt", "export", path, "-o", tmp_path / "out.safetensors", *options, code=64).err
 
 
 def test_adapters_of_other_kinds_are_not_merged() -> None:
@@ -340,7 +339,7 @@ def test_adapters_of_other_kinds_are_not_merged() -> None:
             merged(arrays(**wrong))
 
 
-def test_a_folder_for_from_pretrained(tmp_path: Path) -> None:
+def test_a_folder_for_from_pretrained(tmp_path: Path, cli) -> None:
     like = tmp_path / "base"
     like.mkdir()
     for name in ("config.json", "adapter_config.json", "tokenizer.json", "model.safetensors", "pytorch_model.bin"):
@@ -348,11 +347,11 @@ def test_a_folder_for_from_pretrained(tmp_path: Path) -> None:
     path = saved(make_framework(alone(), Adapted), tmp_path / "checkpoints")
     for options, weights in (([], "model.safetensors"), (["--trainable-only"], "adapter_model.safetensors")):
         out = tmp_path / weights
-        assert main(["ckpt", "export", path, "-o", str(out), "--like", str(like), *options]) == 0
+        cli("ckpt", "export", path, "-o", out, "--like", like, *options)
         files = {"config.json", "adapter_config.json", "tokenizer.json", weights}
         assert {file.name for file in out.iterdir()} == files
         assert "head.weight" in safetensors.read(out / weights)[0]
-    assert main(["ckpt", "export", path, "-o", str(like), "--like", str(like)]) == 64
+    cli("ckpt", "export", path, "-o", like, "--like", like, code=64)
     assert (like / "model.safetensors").read_text() == "{}"
 
 
@@ -387,7 +386,7 @@ def test_a_large_model_is_exported_in_several_files_and_an_index(
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_torch_dcp_reads_such_folders_and_writes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_dcp_reads_such_folders_and_writes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli) -> None:
     """By its storage of safetensors: that of its own has a pickle."""
     from torch.distributed import checkpoint as dcp
 
@@ -395,7 +394,7 @@ def test_torch_dcp_reads_such_folders_and_writes_them(tmp_path: Path, monkeypatc
     path = saved(make_framework(alone(), Network), tmp_path / "checkpoints")
     monkeypatch.setattr(export, "MAX_FILE_BYTES", 200)
     out, back = tmp_path / "out", tmp_path / "back"
-    assert main(["ckpt", "export", path, "-o", str(out), "--like", str(tmp_path)]) == 0
+    cli("ckpt", "export", path, "-o", out, "--like", tmp_path)
     names = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
     found = {name: torch.full_like(value, 7) for name, value in Network().state_dict().items()}
     dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(out)))

@@ -21,7 +21,6 @@ from hpctrain.checkpoint.resume import resume
 from hpctrain.checkpoint.safetensors import encode
 from hpctrain.checkpoint.store import CheckpointStore, best_steps
 from hpctrain.checkpoint.verify import verify_checkpoint
-from hpctrain.cli import main
 from hpctrain.comm.group import Group
 from hpctrain.errors import ExitCode, UserError
 from hpctrain.train.state import TrainState
@@ -194,20 +193,15 @@ def test_the_best_checkpoint_is_kept_while_nobody_can_see_that_it_is_the_best(
     assert best_steps(store) == {2}
 
 
-def test_commands_tell_the_two_apart(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_tell_the_two_apart(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, cli) -> None:
     FileServer(errno.EIO, f"{NEWEST}/{MANIFEST}", "open", times=math.inf).install(monkeypatch)
     run = str(store.path)
-    assert main(["ckpt", "ls", run]) == 0
-    assert "UNREADABLE: " in (output := capsys.readouterr().out) and "DAMAGED" not in output
+    assert "UNREADABLE: " in (output := cli("ckpt", "ls", run).out) and "DAMAGED" not in output
     assert not verify_checkpoint(store, 2).readable and verify_checkpoint(store, 1).readable
-    assert main(["ckpt", "verify", run, "--json"]) == ExitCode.FAILURE
-    rows = json.loads(capsys.readouterr().out)
+    rows = json.loads(cli("ckpt", "verify", run, "--json", code=ExitCode.FAILURE).out)
     assert [(row["sound"], row["readable"]) for row in rows] == [(True, True), (False, False)]
     for command in (["inspect", run], ["export", run, "-o", f"{run}/weights.safetensors"], ["diff", run, run]):
-        assert main(["ckpt", *command]) == ExitCode.FAILURE
-        assert "cannot be read now: Input/output error" in capsys.readouterr().err
+        assert "cannot be read now: Input/output error" in cli("ckpt", *command, code=ExitCode.FAILURE).err
 
 
 ALONE = Group("alone")

@@ -36,69 +36,60 @@ def damage(run: Path, step: int) -> None:
     shard.write_bytes(data)
 
 
-def test_ls(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ckpt", "ls", str(run)]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2
+def test_ls(run: Path, cli) -> None:
+    assert len(cli("ckpt", "ls", run).out.splitlines()) == 2
     (run / "checkpoints" / "step-000000002" / "manifest.json").write_text("{}")
-    assert main(["ckpt", "ls", str(run), "--json"]) == 0
-    first, second = json.loads(capsys.readouterr().out)
+    first, second = json.loads(cli("ckpt", "ls", run, "--json").out)
     assert (first["step"], first["ranks"], first["tensors"]) == (1, 1, 3)
     assert "cut short" in second["problem"]
 
 
-def test_ls_names_one_checkpoint_as_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_names_one_checkpoint_as_the_best(tmp_path: Path, cli) -> None:
     """Each that was the best when it was saved had the word."""
     store = CheckpointStore(tmp_path / "checkpoints")
     for step, is_best in ((1, True), (2, True), (3, False)):
         store.save({"model/x": np.ones(2)}, {"time": 0, "best": is_best}, step)
     store.close()
-    assert main(["ckpt", "ls", str(tmp_path)]) == 0
-    text = capsys.readouterr().out
+    text = cli("ckpt", "ls", tmp_path).out
     assert [line.endswith("  best") for line in text.splitlines()] == [False, True, False]
     assert "1 rank " in text and "1 ranks" not in text
 
 
 @pytest.mark.slow
-def test_verify(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ckpt", "verify", str(run / "checkpoints")]) == 0
+def test_verify(run: Path, cli) -> None:
+    cli("ckpt", "verify", run / "checkpoints")
     damage(run, 2)
-    assert main(["ckpt", "verify", str(run), "--json"]) == 70
-    assert [row["sound"] for row in json.loads(capsys.readouterr().out.splitlines()[-1])] == [True, False]
-    assert main(["ckpt", "verify", str(run), "--step", "1"]) == 0
-    assert main(["ckpt", "verify", str(run / "checkpoints" / "step-000000002")]) == 70
+    assert [row["sound"] for row in json.loads(cli("ckpt", "verify", run, "--json", code=70).out.splitlines()[-1])] == [
+        True,
+        False,
+    ]
+    cli("ckpt", "verify", run, "--step", "1")
+    cli("ckpt", "verify", run / "checkpoints" / "step-000000002", code=70)
 
 
-def test_inspect(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ckpt", "inspect", str(run), "--step", "1"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_inspect(run: Path, cli) -> None:
+    lines = cli("ckpt", "inspect", run, "--step", "1").out.splitlines()
     assert lines[1:3] == ["model/", "  a/"]
     assert "min 1" in lines[3] and "max 3" in lines[3] and "1 NaN 1 infinite" in lines[3]
-    assert main(["ckpt", "inspect", str(run), "--name", "model/a", "--json"]) == 0
-    odd, weight = json.loads(capsys.readouterr().out)["tensors"]
+    odd, weight = json.loads(cli("ckpt", "inspect", run, "--name", "model/a", "--json").out)["tensors"]
     assert (odd["name"], odd["nans"], odd["mean"]) == ("model/a/odd", 1, 2)
     assert (weight["shape"], weight["dtype"], weight["most"]) == ([3, 2], "float32", 2)
 
 
 @pytest.mark.parametrize(("prefix", "tensors"), [("model/b", 1), ("model/b.bias", 1), ("model/", 3), ("", 3)])
-def test_inspect_knows_the_names_of_both_frameworks(
-    run: Path, capsys: pytest.CaptureFixture[str], prefix: str, tensors: int
-) -> None:
-    assert main(["ckpt", "inspect", str(run), "--name", prefix, "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["tensors"]) == tensors
+def test_inspect_knows_the_names_of_both_frameworks(run: Path, cli, prefix: str, tensors: int) -> None:
+    assert len(json.loads(cli("ckpt", "inspect", run, "--name", prefix, "--json").out)["tensors"]) == tensors
 
 
-def test_inspect_never_falls_back(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_never_falls_back(run: Path, cli) -> None:
     damage(run, 2)
-    assert main(["ckpt", "inspect", str(run)]) == 70
-    assert "is damaged" in capsys.readouterr().err
+    assert "is damaged" in cli("ckpt", "inspect", run, code=70).err
 
 
-def test_diff(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff(run: Path, cli) -> None:
     first, second = (str(run / "checkpoints" / f"step-00000000{step}") for step in (1, 2))
-    assert main(["ckpt", "diff", first, first]) == 0
-    assert capsys.readouterr().out == "3 tensors are equal, 0 differ\n"
-    assert main(["ckpt", "diff", first, second, "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
+    assert cli("ckpt", "diff", first, first).out == "3 tensors are equal, 0 differ\n"
+    found = json.loads(cli("ckpt", "diff", first, second, "--json", code=1).out)
     assert found["equal"] == 1
     assert found["different"] == [
         {"name": "model/a/weight", "kind": "values", "largest": 1.0, "changed": 6},
@@ -118,9 +109,8 @@ def test_diff(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["export", "{run}", "-o", "a.weights.h5"], "not saved by a training run"),
     ],
 )
-def test_the_users_mistakes(run: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
-    assert main(["ckpt", *(word.replace("{run}", str(run)) for word in words)]) == 64
-    assert message in capsys.readouterr().err
+def test_the_users_mistakes(run: Path, cli, words: list[str], message: str) -> None:
+    assert message in cli("ckpt", *(word.replace("{run}", str(run)) for word in words), code=64).err
 
 
 def forge(run: Path, change: Callable[[Any], object]) -> None:
@@ -178,16 +168,18 @@ def test_names_that_no_terminal_can_show(run: Path) -> None:
         assert r"\ud800 is not a list" in done.stdout and not done.stderr
 
 
-def test_numbers_at_the_end_of_the_range(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_at_the_end_of_the_range(tmp_path: Path, cli) -> None:
     store = CheckpointStore(tmp_path)
     most = np.finfo(np.float64).max
     store.save({"model/a": np.array([most, most, most])}, step=1)
     store.save({"model/a": np.array([-most, most, most])}, step=2)
     store.close()
-    assert main(["ckpt", "inspect", str(tmp_path), "--step", "1", "--json"]) == 0
-    (summary,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["tensors"]
+    (summary,) = json.loads(cli("ckpt", "inspect", tmp_path, "--step", "1", "--json").out, parse_constant=pytest.fail)[
+        "tensors"
+    ]
     assert summary["least"] == summary["mean"] == summary["most"] == most
-    assert main(["ckpt", "inspect", str(tmp_path), "--step", "2", "--json"]) == 0
-    (summary,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["tensors"]
+    (summary,) = json.loads(cli("ckpt", "inspect", tmp_path, "--step", "2", "--json").out, parse_constant=pytest.fail)[
+        "tensors"
+    ]
     assert summary["mean"] == pytest.approx(most / 3)
-    assert main(["ckpt", "diff", *(str(tmp_path / f"step-00000000{step}") for step in (1, 2))]) == 1
+    cli("ckpt", "diff", *(str(tmp_path / f"step-00000000{step}") for step in (1, 2)), code=1)

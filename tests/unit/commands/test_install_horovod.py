@@ -17,6 +17,7 @@ from hpctrain.horovod_wheel.patch import WheelRecipe
 from hpctrain.horovod_wheel.toolchain import Cuda, Mpi, check_mpi4py, find_mpi
 from tests.conftest import NOT_PERMITTED
 from tests.support.hostile import SOMEBODY, as_somebody
+from tests.support.programs import write_programs
 
 RECIPE = WheelRecipe("0.28.1", "digest", "cpython-311", "2.13.0", "2.21.0", "g++ 12", "Open MPI v5", "", None)
 
@@ -94,9 +95,7 @@ def install_horovod(cache: Path, **env: str) -> subprocess.CompletedProcess[str]
 def only(folder: Path, *programs: str) -> str:
     """A PATH with these programs and no others; each exits with 0 and has version 1."""
     folder.mkdir()
-    for name in programs:
-        (folder / name).write_text("#!/bin/sh\necho version 1\n")
-        (folder / name).chmod(0o755)
+    write_programs(folder, **dict.fromkeys(programs, "echo version 1"))
     return str(folder)
 
 
@@ -109,10 +108,9 @@ def test_a_missing_compiler_is_one_sentence_and_costs_nothing(tmp_path: Path) ->
 
 def test_a_compiler_without_cxx20_is_named(tmp_path: Path) -> None:
     path = only(tmp_path / "bin", "make")
-    old = tmp_path / "bin" / "old-g++"
-    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "old-g++ 9.4" && exit 0\nexit 1\n')
-    old.chmod(0o755)
-    done = install_horovod(tmp_path / "cache", PATH=path, CXX=str(old))
+    script = '[ "$1" = --version ] && echo "old-g++ 9.4" && exit 0\nexit 1'
+    write_programs(tmp_path / "bin", **{"old-g++": script})
+    done = install_horovod(tmp_path / "cache", PATH=path, CXX=str(tmp_path / "bin" / "old-g++"))
     assert done.returncode == 64
     assert "old-g++ 9.4 does not compile C++20" in done.stderr
 
@@ -150,8 +148,7 @@ except UserError as error:
 def toolkit(home: Path, release: str) -> Path:
     """A folder with an nvcc that does nothing but say its version."""
     (home / "bin").mkdir(parents=True)
-    (home / "bin" / "nvcc").write_text(f"#!/bin/sh\necho Cuda compilation tools, release {release}, V{release}.88\n")
-    (home / "bin" / "nvcc").chmod(0o755)
+    write_programs(home / "bin", nvcc=f"echo Cuda compilation tools, release {release}, V{release}.88")
     return home
 
 
@@ -284,7 +281,7 @@ def test_whose_wheels_are_taken(tmp_path: Path) -> None:
     for user in (0, 1000):
         build.require_trusted(wheel, status(user, 0o100644), user=1000)
     for user, mode, why in [
-        (1001, 0o100644, r"belongs to another user \(user 1001\)"),
+        (1_000_001, 0o100644, r"belongs to another user \(user 1000001\)"),
         (1000, 0o100664, "may be written by others"),
         (0, 0o100646, "may be written by others"),
     ]:

@@ -30,8 +30,8 @@ def test_keys_are_found_by_words_of_their_name_or_meaning(capsys: pytest.Capture
     assert "launch.preflight" in named("llreduce"), "nowhere at the beginning of a word"
 
 
-def test_a_word_that_no_key_has_is_said() -> None:
-    assert main(["keys", "no-such-key"]) == 64
+def test_a_word_that_no_key_has_is_said(cli) -> None:
+    cli("keys", "no-such-key", code=64)
 
 
 def test_help_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,7 +34,7 @@ def test_a_program_names_its_run(program: str, name: str) -> None:
     ("words", "name"), [(["-n", "2"], "train"), (["-n", "2", "--name", "mine"], "mine"), (["--name=mine"], "mine")]
 )
 def test_a_program_is_run_without_a_name(
-    words: list[str], name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    words: list[str], name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cli
 ) -> None:
     monkeypatch.chdir(tmp_path)
     started: list[Config] = []
@@ -44,7 +44,7 @@ def test_a_program_is_run_without_a_name(
         return RunVerdict(Action.DONE, 0, "")
 
     monkeypatch.setattr(local, "run", run)
-    assert main(["run", *words, "--", "python", "train.py"]) == 0
+    cli("run", *words, "--", "python", "train.py")
     assert [(config.name, config.launch.command) for config in started] == [(name, ("python", "train.py"))]
 
 
@@ -52,7 +52,7 @@ def test_a_program_is_run_without_a_name(
     ("words", "runs"), [(["run"], 1), (["sweep", "--seed", "1,2"], 2)], ids=["a run", "each run of a sweep"]
 )
 def test_ranks_start_on_the_hosts_of_the_run_file(
-    words: list[str], runs: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    words: list[str], runs: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cli
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text(
@@ -66,10 +66,10 @@ def test_ranks_start_on_the_hosts_of_the_run_file(
 
     monkeypatch.setattr(hosts, "run", run)
     command, *rest = words
-    assert main([command, "run.yaml", *rest]) == 0
-    assert main([command, "run.yaml", "-n", "4", *rest]) == 0
+    cli(command, "run.yaml", *rest)
+    cli(command, "run.yaml", "-n", "4", *rest)
     assert asked == [None] * runs + [4] * runs
-    assert main([command, "run.yaml", "-n", "-2", *rest]) == 64
+    cli(command, "run.yaml", "-n", "-2", *rest, code=64)
     assert len(asked) == 2 * runs
 
 

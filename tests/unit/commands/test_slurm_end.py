@@ -18,6 +18,7 @@ from hpctrain.run.folder import RunDir
 from hpctrain.run.live_lock import LiveLock, myself
 from hpctrain.run.run_status import QueueEntry
 from hpctrain.run.stop_request import requested_stop
+from tests.support.programs import write_programs
 
 
 @pytest.fixture
@@ -43,39 +44,39 @@ def cancelled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_a_job_at_work_is_asked(run: RunDir, cancelled: list[str]) -> None:
+def test_a_job_at_work_is_asked(run: RunDir, cancelled: list[str], cli) -> None:
     lock = LiveLock(run, dataclasses.replace(myself(), job="7"))
     lock.acquire()
-    assert main(["stop", str(run.path)]) == 0
+    cli("stop", run.path)
     assert cancelled == ["8"] and requested_stop(run) is not None
 
 
-def test_a_job_whose_attempt_has_not_begun_does_not_begin_it(run: RunDir, cancelled: list[str]) -> None:
-    assert main(["stop", str(run.path)]) == 0
+def test_a_job_whose_attempt_has_not_begun_does_not_begin_it(run: RunDir, cancelled: list[str], cli) -> None:
+    cli("stop", run.path)
     assert cancelled == ["7", "8"]
 
 
-def test_a_run_in_an_interactive_allocation_is_asked(tmp_path: Path) -> None:
+def test_a_run_in_an_interactive_allocation_is_asked(tmp_path: Path, cli) -> None:
     run = RunDir(tmp_path)
     LiveLock(run, dataclasses.replace(myself(), job="99")).acquire()
-    assert main(["stop", str(run.path)]) == 0
+    cli("stop", run.path)
     assert requested_stop(run) is not None
 
 
-def test_a_run_without_a_job_is_asked(run: RunDir, cancelled: list[str]) -> None:
+def test_a_run_without_a_job_is_asked(run: RunDir, cancelled: list[str], cli) -> None:
     LiveLock(run, dataclasses.replace(myself(), job=None)).acquire()
-    assert main(["stop", str(run.path)]) == 0
+    cli("stop", run.path)
     assert not cancelled and requested_stop(run) is not None
 
 
-SQUEUE = """#!/bin/sh
+SQUEUE = """\
 echo "$@" >> {folder}/asked
 case "$*" in *--jobs*) for job in {jobs}; do echo "$job|$job|N/A|PENDING|0:00|1:00|1:00||N/A|None"; done;; esac
 """
-SCONTROL = """#!/bin/sh
+SCONTROL = """\
 cat {folder}/job-$3 2>/dev/null || {{ echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; }}
 """
-SCANCEL = """#!/bin/sh
+SCANCEL = """\
 echo "$@" >> {folder}/cancelled
 """
 ORIGIN = """JobId={number} JobName={name}
@@ -98,9 +99,9 @@ class FakeSlurm:
         text = ORIGIN.format(number=number, name=name, command=command, cwd=cwd, log=log)
         (self.folder / f"job-{number}").write_text(text)
         jobs = " ".join(path.name.removeprefix("job-") for path in self.folder.glob("job-*"))
-        for program, script in (("squeue", SQUEUE), ("scontrol", SCONTROL), ("scancel", SCANCEL)):
-            (self.folder / program).write_text(script.format(folder=self.folder, jobs=jobs))
-            (self.folder / program).chmod(0o755)
+        scripts = {"squeue": SQUEUE, "scontrol": SCONTROL, "scancel": SCANCEL}
+        made = {name: script.format(folder=self.folder, jobs=jobs) for name, script in scripts.items()}
+        write_programs(self.folder, **made)
 
     def cancelled(self) -> str:
         """Words of all calls of scancel."""
@@ -141,12 +142,12 @@ def test_a_job_that_somebody_has_written_into_the_folder_is_left_alone(
 
 
 @pytest.mark.parametrize("line", ["--user=me", "42 43", "42,43", "", "a", None, ["42"], "٤٢"])
-def test_what_is_no_job_number_reaches_no_command_of_slurms(tmp_path: Path, fake: FakeSlurm, line: object) -> None:
+def test_what_is_no_job_number_reaches_no_command_of_slurms(tmp_path: Path, fake: FakeSlurm, line: object, cli) -> None:
     run = submitted(tmp_path)
     fake.knows("42", "/home/me/thesis/job.sbatch", "")
     (run.path / "jobs.jsonl").write_text(json.dumps({"job": line, "time": 0.0, "cwd": "/"}) + "\n")
     assert submissions(run) == []
-    assert main(["cancel", str(run.path)]) == 0
+    cli("cancel", run.path)
     assert not fake.cancelled() and "--jobs" not in (fake.folder / "asked").read_text()
 
 

@@ -118,6 +118,8 @@ def test_a_dry_run_starts_nothing(runs: Runs, capsys: pytest.CaptureFixture[str]
     assert not Path("runs").exists()
 
 
-def test_one_point_is_no_sweep(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sweep", "run.yaml", "--seed", "1"]) == ExitCode.USER_ERROR
-    assert "nothing is swept" in capsys.readouterr().err and runs.started == []
+def test_one_point_is_no_sweep(runs: Runs, cli) -> None:
+    assert (
+        "nothing is swept" in cli("sweep", "run.yaml", "--seed", "1", code=ExitCode.USER_ERROR).err
+        and runs.started == []
+    )

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.cli import main
 from hpctrain.config.loading import dump, load
 from hpctrain.config.sections import Config, Decisive, LaunchConfig, NotNegative, Section, TrainConfig, WrongValue
 from hpctrain.errors import ExitCode, UserError
@@ -228,13 +227,10 @@ def test_nothing_is_said_where_nothing_gives_way(run_file: Path) -> None:
         "launch: {stage_in: ['https://server/x?AWSAccessKeyId=hunter2']}",
     ],
 )
-def test_credentials_in_addresses_are_refused_and_not_repeated(
-    line: str, run_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_credentials_in_addresses_are_refused_and_not_repeated(line: str, run_file: Path, cli) -> None:
     run_file.write_text(f"{MINIMAL}{line}\n")
     before = sorted(run_file.parent.iterdir())
-    assert main(["run", str(run_file)]) == 64
-    said = "".join(capsys.readouterr())
+    said = "".join(cli("run", run_file, code=64))
     assert line.partition(":")[0] in said and "contains credentials" in said
     assert "hunt" not in said and sorted(run_file.parent.iterdir()) == before
 

@@ -147,10 +147,12 @@ def test_nobody_waits_for_a_pipe(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".npz", ".csv", ".parquet"])
-def test_pack_waits_for_no_pipe(folder: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pack_waits_for_no_pipe(folder: Path, suffix: str, cli) -> None:
     os.mkfifo(folder / f"a{suffix}")
-    assert main(["data", "pack", str(folder / f"a{suffix}"), "-o", str(folder / "a.h5")]) == 64
-    assert "is not a plain file but a pipe" in capsys.readouterr().err
+    assert (
+        "is not a plain file but a pipe"
+        in cli("data", "pack", folder / f"a{suffix}", "-o", folder / "a.h5", code=64).err
+    )
 
 
 @pytest.mark.parametrize(

@@ -38,14 +38,6 @@ def pack(*words: object) -> None:
     assert main(["data", "pack", *map(str, words)]) == 0
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """What is said, after checking that nothing was left."""
-    before = sorted(Path().rglob("*"))
-    assert main(["data", "pack", *map(str, words)]) == 64
-    assert sorted(Path().rglob("*")) == before
-    return capsys.readouterr().err
-
-
 def samples(path: str) -> NDArray[Any]:
     dataset = open_dataset(path)
     return dataset.read(np.arange(len(dataset)))["tokens"]
@@ -190,19 +182,19 @@ def test_a_tokenizer_of_hugging_face() -> None:
     assert notes["tokens"] - len(found) < 8 < len(found) < len(STORY)
 
 
-def test_a_tokenizer_needs_an_end(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tokenizer_needs_an_end(refused) -> None:
     trained()
     Path("a.txt").write_text(STORY)
     words = ("a.txt", "-o", "tokens.h5", "--tokenizer", "tokenizer.json", "--end-of-text", "<end>")
-    assert "tokenizer.json has no token <end> to end a text" in refused(capsys, *words)
+    assert "tokenizer.json has no token <end> to end a text" in refused(*words)
 
 
-def test_a_tokenizer_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tokenizer_that_is_none(refused) -> None:
     Path("a.txt").write_text(STORY)
     Path("tokenizer.json").write_text("{}")
-    said = refused(capsys, "a.txt", "-o", "tokens.h5", "--tokenizer", "tokenizer.json")
+    said = refused("a.txt", "--tokenizer", "tokenizer.json")
     assert "is not a tokenizer" in said
-    assert "does not exist" in refused(capsys, "a.txt", "-o", "tokens.h5", "--tokenizer", "nowhere.json")
+    assert "does not exist" in refused("a.txt", "--tokenizer", "nowhere.json")
     with pytest.raises(UserError, match="an end of text is named for bytes"):
         open_tokenizer(None, "</s>")
 
@@ -215,68 +207,64 @@ def words_of(path: str, vocabulary: dict[str, int]) -> None:
     Path(path).write_text(json.dumps({"version": "1.0", **dict.fromkeys(none), **split, "model": model}))
 
 
-def test_tokenizers_with_odd_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokenizers_with_odd_tokens(refused) -> None:
     Path("a.txt").write_text("once upon a time " * 9)
     words_of("huge.json", {"once": 0, "<unk>": 1, "</s>": 2**31})
-    said = refused(capsys, "a.txt", "-o", "a.h5", "--tokenizer", "huge.json")
+    said = refused("a.txt", "--tokenizer", "huge.json")
     assert "huge.json has token 2147483648, and files hold tokens up to 2147483647" in said
     words_of("poor.json", {"once": 0, "</s>": 1})
-    said = refused(capsys, "a.txt", "-o", "a.h5", "--tokenizer", "poor.json")
+    said = refused("a.txt", "--tokenizer", "poor.json")
     assert "poor.json cannot encode the text: WordLevel error: Missing [UNK] token" in said
     words_of("sparse.json", {"once": 2**31 - 2, "<unk>": 70_000, "</s>": 0})
     pack("a.txt", "-o", "a.h5", "--tokenizer", "sparse.json", "--context", 4)
     assert samples("a.h5")[0].tolist() == [2**31 - 2, 70_000, 70_000, 70_000, 2**31 - 2]
     Path("folder").mkdir()
-    assert "folder is a folder" in refused(capsys, "a.txt", "-o", "b.h5", "--tokenizer", "folder")
+    assert "folder is a folder" in refused("a.txt", "--tokenizer", "folder")
 
 
 @pytest.mark.parametrize("room", [1_000, 20_000, 70_000])
-def test_a_full_disk(capsys: pytest.CaptureFixture[str], room: int) -> None:
+def test_a_full_disk(refused, room: int) -> None:
     lines("a.jsonl", *["abc " * 50] * 200)  # 80,000 bytes of tokens, a few at a time
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
     try:
-        said = refused(capsys, "a.jsonl", "-o", "a.h5", "--context", 8)
+        said = refused("a.jsonl", "--context", 8)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "tokens cannot be written to .: File too large" in said
 
 
-def test_bad_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_text(refused) -> None:
     Path("latin.txt").write_bytes(b"caf\xe9 au lait")
-    assert "latin.txt is not text in UTF-8: invalid continuation byte, 0xe9 near byte 3" in refused(
-        capsys, "latin.txt", "-o", "a.h5"
-    )
+    assert "latin.txt is not text in UTF-8: invalid continuation byte, 0xe9 near byte 3" in refused("latin.txt")
     Path("bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
-    assert "bad.jsonl, line 2 is not JSON" in refused(capsys, "bad.jsonl", "-o", "a.h5")
+    assert "bad.jsonl, line 2 is not JSON" in refused("bad.jsonl")
     lines("other.jsonl", "a story", name="story")
-    assert "other.jsonl, line 1 is not an object with a text 'text'" in refused(capsys, "other.jsonl", "-o", "a.h5")
+    assert "other.jsonl, line 1 is not an object with a text 'text'" in refused("other.jsonl")
     pack("other.jsonl", "-o", "other.h5", "--text-field", "story", "--context", 7)
     Path("nested.jsonl").write_text('{"text": "a"}\n' + "[" * 100_000)
-    assert "nested.jsonl, line 2 is not JSON" in refused(capsys, "nested.jsonl", "-o", "a.h5")
+    assert "nested.jsonl, line 2 is not JSON" in refused("nested.jsonl")
     Path("half.jsonl").write_text('{"text": "\\ud83d"}')
-    assert "half.jsonl, line 1 has half a character" in refused(capsys, "half.jsonl", "-o", "a.h5")
+    assert "half.jsonl, line 1 has half a character" in refused("half.jsonl")
     Path("short.txt").write_text("too short")
-    assert "the text has 10 tokens, and a sample of context 1024 takes 1025" in refused(
-        capsys, "short.txt", "-o", "a.h5"
-    )
+    assert "the text has 10 tokens, and a sample of context 1024 takes 1025" in refused("short.txt")
     Path("empty").mkdir()
-    assert "empty holds no text" in refused(capsys, "empty", "--kind", "text", "-o", "a.h5")
-    assert "nowhere.txt does not exist" in refused(capsys, "nowhere.txt", "-o", "a.h5")
+    assert "empty holds no text" in refused("empty", "--kind", "text")
+    assert "nowhere.txt does not exist" in refused("nowhere.txt")
 
 
-def test_options_of_another_kind(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_another_kind(refused) -> None:
     Path("a.txt").write_text(STORY)
     np.save("a.npy", np.arange(3))
-    assert "--context is given for npy" in refused(capsys, "a.npy", "-o", "a.h5", "--context", 3)
-    assert "--size is given for text" in refused(capsys, "a.txt", "-o", "a.h5", "--size", "3x3")
-    assert "--context: give 1 or more in place of -1" in refused(capsys, "a.txt", "-o", "a.h5", "--context", -1)
+    assert "--context is given for npy" in refused("a.npy", "--context", 3)
+    assert "--size is given for text" in refused("a.txt", "--size", "3x3")
+    assert "--context: give 1 or more in place of -1" in refused("a.txt", "--context", -1)
 
 
-def test_a_file_that_is_there_is_told_of_first(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_there_is_told_of_first(refused) -> None:
     Path("a.txt").write_bytes(b"\xff")
     Path("tokens.h5").write_text("mine")
-    assert "tokens.h5 exists" in refused(capsys, "a.txt", "-o", "tokens.h5")
+    assert "tokens.h5 exists" in refused("a.txt", "-o", "tokens.h5")
     assert Path("tokens.h5").read_text() == "mine"
 
 

@@ -15,6 +15,7 @@ from hpctrain.commands.doctor import show
 from hpctrain.doctor import check, machine, mpi_ranks, slurm, software
 from hpctrain.doctor.check import Check, Probe, Status, note, problem
 from hpctrain.launch.mpi_library import ProgramResult
+from tests.support.programs import on_path
 
 ONE_MAP = "7f00-7f01 r-xp 00000000 08:01 1 /opt/mpi/lib/libmpi.so.40.40\n"
 OTHER_MAP = "7f02-7f03 r-xp 00000000 08:01 2 /usr/lib/libmpi.so.12\n"
@@ -121,14 +122,11 @@ def test_little_room_is_a_problem(tmp_path, monkeypatch):
 
 
 def test_a_broken_driver_is_a_problem(tmp_path, monkeypatch):
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'Failed to initialize NVML'; exit 9\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    on_path(tmp_path, monkeypatch, **{"nvidia-smi": "echo 'Failed to initialize NVML'; exit 9"})
     (found,) = machine.gpus()
     assert found.status is Status.PROBLEM
     assert "NVML" in found.value
-    program.write_text("#!/bin/sh\necho 'NVIDIA H100, 80 GiB, 570'\n")
+    on_path(tmp_path, monkeypatch, **{"nvidia-smi": "echo 'NVIDIA H100, 80 GiB, 570'"})
     (found,) = machine.gpus()
     assert (found.status, found.value) == (Status.OK, "NVIDIA H100, 80 GiB, 570")
 

@@ -17,6 +17,7 @@ from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.rank_environment import JOB
 from hpctrain.run.verdict import Action, RunVerdict
+from tests.support.programs import write_programs
 
 SAID = {
     "pbs": ("123.server", "Job id  Name  User  Time Use S Queue\n123.server  r  u  00:00:01 {} workq", "Q", "R"),
@@ -25,20 +26,8 @@ SAID = {
     "flux": ("\u01922gH7", "\u01922gH7 {}", "SCHED", "RUN"),
     "slurm": ("123", "123|r|{}|0:01|9:00|1|n1|now", "PENDING", "RUNNING"),
 }
-COMMANDS = (
-    "qsub",
-    "qstat",
-    "qdel",
-    "bsub",
-    "bjobs",
-    "bkill",
-    "flux",
-    "squeue",
-    "sacct",
-    "scontrol",
-    "scancel",
-)
-FAKE = """#!/bin/sh
+COMMANDS = ["qsub", "qstat", "qdel", "bsub", "bjobs", "bkill", "flux", "squeue", "sacct", "scontrol", "scancel"]
+FAKE = """\
 echo "$(basename $0) $*" >> {folder}/asked
 case "$(basename $0) $*" in
 *sub*|*batch*) cat > {folder}/script; cat {folder}/number ;;
@@ -52,9 +41,7 @@ esac
 def engine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A batch system; the current folder holds a run file, and what its commands say and were asked."""
     name = str(request.param)
-    for command in COMMANDS:
-        (tmp_path / command).write_text(FAKE.format(folder=tmp_path))
-        (tmp_path / command).chmod(0o755)
+    write_programs(tmp_path, **dict.fromkeys(COMMANDS, FAKE.format(folder=tmp_path)))
     (tmp_path / "run.yaml").write_text(
         f"name: r\nlaunch: {{engine: {name}, command: [train], nodes: 2, ranks_per_node: 3, directives: ['-x y']}}\n"
         if name in SYSTEMS
@@ -71,8 +58,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 def run_script(text: str, program: str) -> int:
     """The exit code of a script, by bash, with a program in place of hpctrain, in a process group as jobs have."""
-    Path("hpctrain").write_text(f"#!/bin/sh\n{program}\n")
-    Path("hpctrain").chmod(0o755)
+    write_programs(Path(), hpctrain=program)
     lines = [line for line in text.splitlines() if not line.startswith("export PATH")]
     return subprocess.run(["bash", "-c", "\n".join(lines)], start_new_session=True, timeout=60).returncode
 
@@ -81,9 +67,9 @@ def asked() -> list[str]:
     return Path("asked").read_text().splitlines()
 
 
-def test_a_run_is_submitted_followed_and_ended(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_submitted_followed_and_ended(engine: str, cli) -> None:
     _, line, waits, runs = SAID[engine]
-    assert main(["submit", "run.yaml"]) == 0
+    cli("submit", "run.yaml")
     job = submissions(RunDir(Path("runs/r").absolute()))[-1]
     assert (job.engine, job.job in SAID[engine][0]) == (engine, True)
     script = Path("script").read_text()
@@ -91,26 +77,24 @@ def test_a_run_is_submitted_followed_and_ended(engine: str, capsys: pytest.Captu
     assert subprocess.run(["sh", "-n", "script"]).returncode == 0
     for state, word in ((waits, "PENDING"), (runs, "RUNNING"), ("other", "UNKNOWN")):
         Path("queue").write_text(line.format(state) + "\n")
-        capsys.readouterr()
-        assert main(["status", "run.yaml", "--json"]) == 0
-        assert f'"job_state": "{word}"' in capsys.readouterr().out
+        assert f'"job_state": "{word}"' in cli("status", "run.yaml", "--json").out
     Path("queue").write_text(line.format(runs) + "\n")
-    assert main(["submit", "run.yaml"]) == 64 and "is RUNNING already" in capsys.readouterr().err
-    assert main(["cancel", "run.yaml"]) == 0
+    assert "is RUNNING already" in cli("submit", "run.yaml", code=64).err
+    cli("cancel", "run.yaml")
     assert asked()[-1].endswith(job.job) and any(word in asked()[-1] for word in ("qdel", "bkill", "flux cancel"))
 
 
-def test_a_job_of_somebody_else_is_left_alone(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["submit", "run.yaml"]) == 0
+def test_a_job_of_somebody_else_is_left_alone(engine: str, cli) -> None:
+    cli("submit", "run.yaml")
     Path("queue").write_text(SAID[engine][1].format(SAID[engine][3]) + "\n")
     Path("details").write_text("output: /elsewhere/logs")
-    assert main(["cancel", "run.yaml"]) == 0 and "is left alone" in capsys.readouterr().out
+    assert "is left alone" in cli("cancel", "run.yaml").out
     assert not any(word in each for each in asked() for word in ("qdel", "bkill", "flux cancel"))
 
 
 @pytest.mark.parametrize("engine", ["pbs"], indirect=True)
 def test_a_job_that_cannot_be_ended_keeps_no_other_and_hides_none(engine: str) -> None:
-    Path("qdel").write_text('#!/bin/sh\n[ "$1" != 2 ] || { echo no permission >&2; exit 1; }\n')
+    write_programs(Path(), qdel='[ "$1" != 2 ] || { echo no permission >&2; exit 1; }')
     own, other = RunDir(Path("runs/r").absolute()), RunDir(Path("runs/other").absolute())
     with pytest.raises(RunFailed) as caught:
         schedulers.SCHEDULERS[engine].end([(own, ["1", "2", "3"]), (other, ["4"])])
@@ -135,17 +119,18 @@ def test_schedulers_are_asked_about_their_own_jobs_alone(engine: str) -> None:
     assert "123" in about and "4711" not in about
 
 
-def test_a_job_may_submit_the_next_one_of_its_run(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert main(["submit", "run.yaml"]) == 0
+def test_a_job_may_submit_the_next_one_of_its_run(engine: str, monkeypatch: pytest.MonkeyPatch, cli) -> None:
+    cli("submit", "run.yaml")
     run = RunDir(Path("runs/r").absolute())
     Path("queue").write_text(SAID[engine][1].format(SAID[engine][3]) + "\n")
     monkeypatch.setenv(JOB, submissions(run)[-1].job)
     run.run_yaml.write_text("name: r\nlaunch: {command: [train], hosts: [n1, n2]}\n")  # as the job leaves it
-    assert main(["resume", "runs/r"]) == 0 and len(submissions(run)) == 2
+    cli("resume", "runs/r")
+    assert len(submissions(run)) == 2
 
 
-def test_a_job_that_starts_again_asks_for_its_hosts_again(engine: str, tmp_path: Path) -> None:
-    assert main(["submit", "run.yaml"]) == 0
+def test_a_job_that_starts_again_asks_for_its_hosts_again(engine: str, tmp_path: Path, cli) -> None:
+    cli("submit", "run.yaml")
     assert run_script(Path("script").read_text(), f'printf "%s\\n" "$@" > {tmp_path}/words') == 0
     _, run_file, *overrides = Path("words").read_text().splitlines()
     Path(run_file).write_text("name: r\nlaunch: {command: [train], hosts: [n1, n2]}\n")  # as the first start leaves it
@@ -170,27 +155,30 @@ def test_pbs_cuts_names_of_servers_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert batch_jobs.state(SYSTEMS["pbs"], "12.batch-server.example.org", 60.0) == ""
 
 
-def test_who_waits_for_a_job_that_its_queue_forgets_asks_the_run(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert main(["submit", "run.yaml", "--wait"]) == ExitCode.FAILURE
+def test_who_waits_for_a_job_that_its_queue_forgets_asks_the_run(
+    engine: str, monkeypatch: pytest.MonkeyPatch, cli
+) -> None:
+    cli("submit", "run.yaml", "--wait", code=ExitCode.FAILURE)
     run = RunDir(Path("runs/r").absolute())
     attempts = Attempts(run)
     for job, code in (("another", ExitCode.FAILURE), (submissions(run)[-1].job, ExitCode.DONE)):
         monkeypatch.setenv(JOB, job)
         attempts.end(attempts.begin(), RunVerdict(Action.DONE, ExitCode.DONE, "the program has finished"), [])
-        assert main(["submit", "run.yaml", "--wait"]) == code
+        cli("submit", "run.yaml", "--wait", code=code)
 
 
-def test_what_scripts_cannot_hold_is_refused(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["render", "run.yaml", "--launch.directives", '["-x\\ny"]']) == 64
-    assert "launch.directives contains" in capsys.readouterr().err
-    assert main(["render", "run.yaml", "--run_dir", "a folder"]) == 64 and "a folder" in capsys.readouterr().err
-    assert main(["submit", "run.yaml", "--chain", "2"]) == 64
-    assert f"jobs of {SYSTEMS[engine].title} take no --chain" in capsys.readouterr().err
+def test_what_scripts_cannot_hold_is_refused(engine: str, cli) -> None:
+    for command, option, value, said in (
+        ("render", "--launch.directives", '["-x\\ny"]', "launch.directives contains"),
+        ("render", "--run_dir", "a folder", "a folder"),
+        ("submit", "--chain", "2", f"jobs of {SYSTEMS[engine].title} take no --chain"),
+    ):
+        assert said in cli(command, "run.yaml", option, value, code=64).err
 
 
-def test_exit_codes_of_the_script(engine: str) -> None:
+def test_exit_codes_of_the_script(engine: str, cli) -> None:
     """75 is requeued, as far as the script does that; others are the job's."""
-    assert main(["submit", "run.yaml"]) == 0
+    cli("submit", "run.yaml")
     for code, wanted in ((0, 0), (64, 64), (75, {"gridengine": 99}.get(engine, 75)), (76, 76)):
         program = f'[ "$1" = resume ] && echo "$@" >> again || exit {code}'
         assert run_script(Path("script").read_text(), program) == wanted
@@ -207,9 +195,8 @@ exit 75"""
 
 
 @pytest.mark.parametrize("engine", [*SYSTEMS, "slurm"], indirect=True)
-def test_signals_do_not_hide_how_the_run_has_ended(engine: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["render", "run.yaml"]) == 0
-    assert run_script(capfd.readouterr().out, ENDS_AMONG_SIGNALS) == {"gridengine": 99}.get(engine, 75)
+def test_signals_do_not_hide_how_the_run_has_ended(engine: str, cli) -> None:
+    assert run_script(cli("render", "run.yaml").out, ENDS_AMONG_SIGNALS) == {"gridengine": 99}.get(engine, 75)
     assert Path("again").exists() == (engine in ("pbs", "flux"))
 
 
@@ -222,12 +209,9 @@ def test_signals_do_not_hide_how_the_run_has_ended(engine: str, capfd: pytest.Ca
         ("run", "engine: local, hosts: [a]", "launch.engine is local, launch.hosts ['a']"),
     ],
 )
-def test_an_engine_that_does_not_fit_is_named(
-    command: str, launch: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_engine_that_does_not_fit_is_named(command: str, launch: str, said: str, tmp_path: Path, cli) -> None:
     (tmp_path / "run.yaml").write_text(f"name: r\nlaunch: {{{launch}, command: [train]}}\n")
-    assert main([command, str(tmp_path / "run.yaml")]) == 64
-    assert said in capsys.readouterr().err
+    assert said in cli(command, tmp_path / "run.yaml", code=64).err
 
 
 def test_schedulers_are_those_of_engines_with_a_queue() -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.cli import main
 from hpctrain.config.sections import CheckpointConfig, Config, LaunchConfig, StoreTierConfig, TiersConfig, TrainConfig
 from hpctrain.errors import UserError
 from hpctrain.launch.engines import local
@@ -30,6 +29,7 @@ from hpctrain.launch.nested_launcher import refuse_launcher
 from hpctrain.run.attempts import Attempt
 from hpctrain.run.folder import BEGUN_AGAIN, RunDir
 from hpctrain.system.cgroups import thread_environment, threads_per_rank
+from tests.support.programs import write_programs
 
 
 def test_more_ranks_than_the_memory_holds_are_refused():
@@ -64,10 +64,9 @@ def test_an_mpi_that_does_not_load_is_said(monkeypatch):
         probe()
 
 
-def test_no_ranks_are_none(tmp_path, capsys):
+def test_no_ranks_are_none(tmp_path, cli):
     (tmp_path / "run.yaml").write_text(f'name: r\nrun_dir: {tmp_path}/run\nlaunch: {{command: ["true"]}}\n')
-    assert main(["run", "-n", "0", str(tmp_path / "run.yaml")]) == 64
-    assert "start 1 rank or more" in capsys.readouterr().err
+    assert "start 1 rank or more" in cli("run", "-n", "0", tmp_path / "run.yaml", code=64).err
     assert not (tmp_path / "run").exists()
 
 
@@ -83,10 +82,8 @@ def test_versions_are_shortened_for_people():
 
 def fake_mpirun(folder: Path, says: str) -> str:
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "mpirun"
-    path.write_text(f"#!/bin/sh\necho '{says}'\n")
-    path.chmod(0o755)
-    return str(path)
+    write_programs(folder, mpirun=f"echo '{says}'")
+    return str(folder / "mpirun")
 
 
 def test_the_mpirun_beside_the_library_is_taken_and_others_are_refused(tmp_path, monkeypatch):

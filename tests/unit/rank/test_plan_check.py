@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.cli import main
 from hpctrain.comm.imagined import Call, Calls, imagine
 from hpctrain.comm.world import in_grid
 from hpctrain.errors import UserError
@@ -88,22 +87,20 @@ def test_128_ranks_can_be_built_by_one_process(run: str, words: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_check_agrees_with_the_table(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_check_agrees_with_the_table(run: str, cli) -> None:
     """Which has trained a step of the whole model."""
     rows = ["--parallel.shard", "parameters"]
     staged = [*rows, "--parallel.pipeline", "2", "--task", "tests.tasks.pipeline_tasks:methods"]
     for words in ([], ["--parallel.tensor", "2"], rows, [*rows, "--parallel.shard_within", "node"], staged):
         words = [*words, "--launch.ranks_per_node", "2"]
-        assert main(["plan", run, "-n", "4", "--json", *words]) == 0
-        table = json.loads(capsys.readouterr().out)["plans"]
+        table = json.loads(cli("plan", run, "-n", "4", "--json", *words).out)["plans"]
         plan = {
             "tensor": 1 + ("--parallel.tensor" in words),
             "shard": "parameters" if "parameters" in words else "none",
             "pipeline": 1 + ("--parallel.pipeline" in words),
         }
         (row,) = (one for one in table if plan.items() <= one["plan"].items())
-        assert main(["plan", run, "-n", "4", "--check", "--json", *words]) == 0
-        first = json.loads(capsys.readouterr().out)[0]
+        first = json.loads(cli("plan", run, "-n", "4", "--check", "--json", *words).out)[0]
         for part in ("parameters", "gradients", "optimizer"):  # the table shares out bytes, a rank has whole rows
             assert first[part] == pytest.approx(row[part], rel=0.02), (words, part)
 
@@ -163,9 +160,7 @@ def test_ranks_of_a_group_must_call_the_same() -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_has_too_little_memory_is_named(run: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", run, "-n", "16", "--check", "--memory", "64G", "--parallel.tensor", "2"]) == 0
-    said = capsys.readouterr().out
+def test_a_rank_that_has_too_little_memory_is_named(run: str, cli) -> None:
+    said = cli("plan", run, "-n", "16", "--check", "--memory", "64G", "--parallel.tensor", "2").out
     assert "rank 8 (data 4, tensor 0) on node 1: 32 samples, parameters" in said and "nodes of 8 ranks" in said
-    assert main(["plan", run, "-n", "16", "--check", "--memory", "1M"]) == 64
-    assert "rank 0 needs" in capsys.readouterr().err
+    assert "rank 0 needs" in cli("plan", run, "-n", "16", "--check", "--memory", "1M", code=64).err

@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.cli import main
 from hpctrain.commands.report import print_comparison
 from hpctrain.errors import Code, ExitCode, UserError
 from hpctrain.report import drawing, page
@@ -333,32 +332,33 @@ def test_pictures_need_a_folder(tmp_path: Path) -> None:
         page.save_pictures(sections, tmp_path / "plots")
 
 
-def test_every_chart_of_the_page_is_a_picture_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_chart_of_the_page_is_a_picture_too(tmp_path: Path, cli) -> None:
     run_dir = folder(tmp_path, *(trained(step) for step in range(1, 6)), info={"attempts": [attempt(1, 0, 6, **DONE)]})
     np.savez(run_dir.monitor / "heat.npz", excess=np.ones((2, 3)))
-    assert main(["report", str(run_dir.path), "--svg", str(tmp_path / "plots")]) == 0
-    html, *pictures = map(Path, capsys.readouterr().out.split())
+    html, *pictures = map(Path, cli("report", run_dir.path, "--svg", tmp_path / "plots").out.split())
     shown = set(re.findall(r'<section id="(\w+)"', html.read_text()))
     assert {path.stem for path in pictures} == shown and {"loss", "phases", "heat", "attempts"} <= shown
     assert all("<path" in path.read_text() for path in pictures)
 
 
 def test_without_matplotlib_the_report_has_tables_and_the_line_to_install_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (drawing, page):
         monkeypatch.setattr(module, "can_draw", lambda: False)
     run_dir = folder(tmp_path, *(trained(step) for step in range(1, 6)), info={"attempts": [attempt(1, 0, 6, **DONE)]})
     np.savez(run_dir.monitor / "heat.npz", excess=np.array([[0.0, 0.0, 0.0], [0.0, 0.5, 0.5]]))
-    assert main(["report", str(run_dir.path)]) == 0
-    said = capsys.readouterr()
+    said = cli("report", run_dir.path)
     assert said.out.strip().endswith("report.html") and "pip install 'hpctrain[report]'" in said.err
     text = (run_dir.path / "report.html").read_text()
     assert "<svg" not in text and "pip install &#39;hpctrain[report]&#39;" in text
     assert text.count("<details open>") == len(re.findall('<section id="', text))
     assert re.search(r"<td>1</td>\s*<td>50</td>\s*<td>50</td>", text)
-    assert main(["report", str(run_dir.path), "--svg", str(tmp_path / "plots")]) == ExitCode.USER_ERROR
-    assert "pictures need matplotlib" in capsys.readouterr().err and not (tmp_path / "plots").exists()
+    assert (
+        "pictures need matplotlib"
+        in cli("report", run_dir.path, "--svg", tmp_path / "plots", code=ExitCode.USER_ERROR).err
+        and not (tmp_path / "plots").exists()
+    )
 
 
 def test_a_page_of_a_large_run_stays_small(tmp_path: Path) -> None:
@@ -403,12 +403,14 @@ def test_a_hang_of_an_earlier_attempt_explains_nothing(tmp_path: Path) -> None:
     assert explain(data).cause == "running"
 
 
-def test_a_report_that_cannot_be_written_is_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_that_cannot_be_written_is_wrong_input(tmp_path: Path, cli) -> None:
     """It was a failure, which the same command was said to resume."""
     (tmp_path / "events.jsonl").touch()
     for words in (["report", str(tmp_path)], ["compare", str(tmp_path)]):
-        assert main([*words, "-o", str(tmp_path / "nowhere" / "x.html")]) == 64
-        assert "x.html cannot be written: No such file or directory\n  fix: choose another" in capsys.readouterr().err
+        assert (
+            "x.html cannot be written: No such file or directory\n  fix: choose another"
+            in cli(*words, "-o", tmp_path / "nowhere" / "x.html", code=64).err
+        )
 
 
 def test_energy_is_the_newest_of_each_attempt(tmp_path: Path) -> None:
@@ -443,9 +445,9 @@ def test_traces_and_memory_snapshots_are_linked(tmp_path: Path) -> None:
     assert f'<a href="../{run.path.name}/monitor/memory-1-3.pickle"' in apart, "a page elsewhere has links too"
 
 
-def test_a_folder_may_have_any_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_may_have_any_name(tmp_path: Path, cli) -> None:
     run_dir = RunDir(tmp_path / os.fsdecode(b"caf\xe9"))
     run_dir.create()
     Attempts(run_dir).begin()
-    assert main(["report", str(run_dir.path)]) == 0
-    assert "caf\\udce9" in (run_dir.path / "report.html").read_text() + capsys.readouterr().out
+    said = cli("report", run_dir.path).out
+    assert "caf\\udce9" in said + (run_dir.path / "report.html").read_text()

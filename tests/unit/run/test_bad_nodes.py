@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain import cli
+from hpctrain.cli import dispatch
 from hpctrain.errors import Code, ExitCode, RunFailed, UserError
 from hpctrain.run import bad_nodes
 from hpctrain.run.attempts import Attempt
@@ -142,26 +142,23 @@ def test_a_failure_that_follows_its_rank_acquits_the_node_before(
     assert bad_nodes.acquitted(attempts) == expected and bad_nodes.acquitted(attempts[1:]) is None
 
 
-def test_the_command_shows_and_clears(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_and_clears(tmp_path: Path, cli) -> None:
     run = RunDir(tmp_path / "run")
     run.create()
     (run.path / "run.yaml").write_text("name: r\nlaunch: {command: [sh]}\n")
     until = time.time() + 7200
     bad_nodes.of_run(run).add(dataclasses.replace(NODE, until=until), dataclasses.replace(NODE, host="n3", until=until))
     bad_nodes.of_run(run).add(dataclasses.replace(NODE, host="n4", until=bad_nodes.in_hours(float("inf"))))
-    assert cli.main(["nodes", str(run.path), "--json"]) == 0
-    assert [entry["host"] for entry in json.loads(capsys.readouterr().out)] == ["n2.cluster", "n3", "n4"]
-    assert cli.main(["nodes", str(run.path), "--clear", "n2"]) == 0
-    assert cli.main(["nodes", str(run.path)]) == 0
-    shown = capsys.readouterr().out.splitlines()
+    assert [entry["host"] for entry in json.loads(cli("nodes", run.path, "--json").out)] == ["n2.cluster", "n3", "n4"]
+    shown = (cli("nodes", run.path, "--clear", "n2").out + cli("nodes", run.path).out).splitlines()
     assert shown[0].startswith("n2: cleared") and shown[1].startswith("n3: excluded for 2.0 h more: slow")
     assert shown[2].startswith("n4: excluded until it is cleared: slow")
-    assert cli.main(["nodes", str(run.path), "--clear", "n2"]) == ExitCode.USER_ERROR
-    assert cli.main(["nodes", str(run.path), "--clear", "all"]) == 0
+    cli("nodes", run.path, "--clear", "n2", code=ExitCode.USER_ERROR)
+    cli("nodes", run.path, "--clear", "all")
     assert bad_nodes.of_run(run).entries(time.time()) == []
 
 
 def test_a_node_that_is_not_on_the_list_cannot_be_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     with pytest.raises(UserError, match="n9 is not excluded"):
-        cli.dispatch(["nodes", "--clear", "n9"])
+        dispatch(["nodes", "--clear", "n9"])

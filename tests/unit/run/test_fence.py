@@ -33,6 +33,7 @@ from hpctrain.run.verdict import failed_with
 from hpctrain.system.signals import StopSignals
 from tests.support.command import wait_for
 from tests.support.mpi import PATIENCE_S
+from tests.support.programs import write_programs
 
 ELSEWHERE = {"machine": "another machine", "host": "n9"}
 
@@ -450,12 +451,12 @@ def test_a_plain_command_is_ended_where_a_newer_attempt_has_begun(run: RunDir) -
 # Submitting
 
 
-SBATCH = """#!/bin/bash
+SBATCH = """\
 echo $$ >> {folder}/calls
 until [ -e {folder}/gate ]; do sleep 0.02; done
 echo 71
 """
-SQUEUE = """#!/bin/bash
+SQUEUE = """\
 echo '71|71|N/A|PENDING|0:00|1:00|1:00||N/A|Resources'
 """
 
@@ -463,9 +464,7 @@ echo '71|71|N/A|PENDING|0:00|1:00|1:00||N/A|Resources'
 @pytest.fixture
 def submit(tmp_path: Path, run: RunDir) -> Callable[[], subprocess.Popen[str]]:
     """Starts ``hpctrain submit`` where Slurm's commands are scripts, of which sbatch takes until there is a gate."""
-    for name, script in (("sbatch", SBATCH), ("squeue", SQUEUE)):
-        (tmp_path / name).write_text(script.format(folder=tmp_path))
-        (tmp_path / name).chmod(0o755)
+    write_programs(tmp_path, sbatch=SBATCH.format(folder=tmp_path), squeue=SQUEUE.format(folder=tmp_path))
     file = tmp_path / "run.yaml"
     file.write_text(f'name: r\nrun_dir: {run.path}\nlaunch: {{command: ["true"]}}\n')
     words: Sequence[str] = [sys.executable, "-m", "hpctrain", "submit", str(file)]
@@ -531,9 +530,8 @@ sys.exit(supervise.supervise_job(sys.argv[2]))
 
 def test_a_job_that_was_replaced_leaves_the_queue_alone(tmp_path: Path, run: RunDir) -> None:
     """The next start of this very job may be the newer attempt, and the chain's next jobs may be to follow it."""
-    for name in ("sbatch", "scancel", "scontrol", "squeue"):
-        (tmp_path / name).write_text(f"#!/bin/bash\necho {name} >> {tmp_path}/calls\n")
-        (tmp_path / name).chmod(0o755)
+    names = ("sbatch", "scancel", "scontrol", "squeue")
+    write_programs(tmp_path, **{name: f"echo {name} >> {tmp_path}/calls" for name in names})
     (tmp_path / "run.yaml").write_text(f'name: r\nrun_dir: {run.path}\nlaunch: {{command: ["true"]}}\n')
     (run.path / "jobs.jsonl").write_text("".join(f'{{"job": "{n}", "time": 0, "cwd": "/"}}\n' for n in (7, 8)))
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS": "1", "PATH": f"{tmp_path}:/usr/bin:/bin"}

@@ -171,12 +171,9 @@ WRONG: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_events_of_wrong_types_are_left_out_and_told_once(
-    folder: Path, view: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_events_of_wrong_types_are_left_out_and_told_once(folder: Path, view: tuple[str, ...], cli) -> None:
     write_events(folder, *WRONG)
-    assert main([*view, str(folder)]) == 0
-    said = capsys.readouterr()
+    said = cli(*view, folder)
     if view[0] in ("explain", "compare", "report", "status", "watch"):
         told = " ".join((said.out + said.err).split())
         assert told.count("events are left out, for step is not of the type") == 1, said

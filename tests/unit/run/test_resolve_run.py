@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from hpctrain.checkpoint.mirror import locate
-from hpctrain.cli import main
 from hpctrain.errors import UserError
 from hpctrain.run import resolve_run
 from hpctrain.run.folder import RunDir
@@ -70,9 +69,8 @@ def test_an_array_is_its_elements_in_their_order(array: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["report", "compare", "watch"])
-def test_commands_for_one_run_refuse_an_array(array: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command, str(array)]) == 64
-    assert "is an array of runs" in capsys.readouterr().err
+def test_commands_for_one_run_refuse_an_array(array: Path, command: str, cli) -> None:
+    assert "is an array of runs" in cli(command, array, code=64).err
 
 
 @pytest.mark.parametrize(("typed", "step"), [("wave", None), ("wave.yaml", None), ("wave/checkpoints", None)])
@@ -92,11 +90,10 @@ def test_a_checkpoint_is_meant_by_its_folder_in_a_run_or_not(run: RunDir, tmp_pa
 
 
 @pytest.mark.parametrize("command", ["status", "stop", "report", "explain", "watch", "logs"])
-def test_a_folder_without_a_run_is_left_alone(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_run_is_left_alone(command: str, tmp_path: Path, cli) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "notes.txt").touch()
-    assert main([command, str(tmp_path)]) == 64
-    assert "is not the folder of a run" in capsys.readouterr().err
+    assert "is not the folder of a run" in cli(command, tmp_path, code=64).err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "notes.txt"]
 
 

@@ -138,11 +138,10 @@ def test_sizes_are_read_as_slurm_reads_them(text: str, count: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_is_weighed_as_it_would_be_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_is_weighed_as_it_would_be_cut(tmp_path: Path, cli) -> None:
     run = tmp_path / "run.yaml"
     run.write_text(RUN)
-    assert main(["plan", str(run), "-n", "8", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    told = json.loads(cli("plan", run, "-n", "8", "--json").out)
     plans = {(one["plan"]["tensor"], one["plan"]["shard"]): one for one in told["plans"]}
     assert sorted(plans) == [(size, shard) for size in (1, 2, 4) for shard in KINDS]
     assert list(told["not_possible"]) == ["8", "pipeline"] and "4 heads" in told["not_possible"]["8"]
@@ -173,18 +172,15 @@ def test_a_model_is_weighed_as_it_would_be_cut(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.slow
-def test_a_run_that_does_not_fit_is_told_what_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_does_not_fit_is_told_what_would(tmp_path: Path, cli) -> None:
     run = tmp_path / "run.yaml"
     run.write_text(RUN)
-    assert main(["plan", str(run), "-n", "8", "--json"]) == 0
-    plans = json.loads(capsys.readouterr().out)["plans"]
-    assert main(["plan", str(run), "-n", "8", "--memory", "1M"]) == 64
-    assert "no plan above fits" in capsys.readouterr().err
+    plans = json.loads(cli("plan", run, "-n", "8", "--json").out)["plans"]
+    assert "no plan above fits" in cli("plan", run, "-n", "8", "--memory", "1M", code=64).err
     assert plans[0]["total"] > plans[1]["total"]
-    assert main(["plan", str(run), "-n", "8", "--memory", "64G"]) == 0
-    table = capsys.readouterr().out
+    table = cli("plan", run, "-n", "8", "--memory", "64G").out
     assert table.count("yes") == len(plans) and "a checkpoint has" in table
-    assert main(["plan", str(run), "-n", "8", "--memory", "much"]) == 64
+    cli("plan", run, "-n", "8", "--memory", "much", code=64)
 
 
 def plan(capsys: pytest.CaptureFixture[str], code: int, run: Path, *words: str) -> tuple[list[tuple[int, str]], str]:
@@ -263,25 +259,22 @@ def task():
 
 
 @pytest.mark.slow
-def test_a_task_that_fails_is_told_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_task_that_fails_is_told_in_a_sentence(tmp_path: Path, cli) -> None:
     (tmp_path / "fails.py").write_text(FAILS)
     words = f"name: r\ntask: {tmp_path}/fails.py:task\ntrain: {{steps: 3, global_batch: 8}}\n"
     (tmp_path / "run.yaml").write_text(words)
-    assert main(["plan", str(tmp_path / "run.yaml"), "-n", "2"]) == 64
-    said = capsys.readouterr().err
+    said = cli("plan", tmp_path / "run.yaml", "-n", "2", code=64).err
     assert "ValueError: width 5 has no halves (fails.py:4: `raise ValueError(" in said and "Traceback" not in said
 
 
 @pytest.mark.parametrize("ranks", ["0", "-2", "1000000000"])
-def test_a_strange_number_of_ranks_is_refused(ranks: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "run.yaml", "-n", ranks]) == 64
-    said = capsys.readouterr().err
+def test_a_strange_number_of_ranks_is_refused(ranks: str, cli) -> None:
+    said = cli("plan", "run.yaml", "-n", ranks, code=64).err
     assert f"-n is {ranks}" in said and "from 1 to 100000" in said
 
 
-def test_no_memory_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "run.yaml", "-n", "2", "--memory", "0G"]) == 64
-    assert "leaves a rank nothing" in capsys.readouterr().err
+def test_no_memory_is_refused(cli) -> None:
+    assert "leaves a rank nothing" in cli("plan", "run.yaml", "-n", "2", "--memory", "0G", code=64).err
 
 
 @pytest.mark.slow
@@ -315,25 +308,28 @@ def of_keras():
 
 
 @pytest.mark.slow
-def test_a_task_that_says_nothing_of_cuts_is_not_cut(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_that_says_nothing_of_cuts_is_not_cut(tmp_path: Path, cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tasks.py").write_text(TASKS)
     (tmp_path / "run.yaml").write_text("name: r\ntask: tasks.py:linear\ntrain: {steps: 3, global_batch: 8}\n")
-    assert main(["plan", "run.yaml", "-n", "2"]) == 0
-    assert "parallel.tensor is 2, and the task does not say how its layers are split" in capsys.readouterr().out
+    assert (
+        "parallel.tensor is 2, and the task does not say how its layers are split"
+        in cli("plan", "run.yaml", "-n", "2").out
+    )
     told = hpctrain("plan", "run.yaml", "-n", 2, "--task", "tasks.py:of_keras", cwd=tmp_path, code=64)
     assert "is a KerasTask, whose model every rank holds whole" in told.stderr
 
 
 @pytest.mark.slow
-def test_stages_are_weighed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stages_are_weighed(tmp_path: Path, cli) -> None:
     """All of the model is on the stages together, and the largest has least if they are equal."""
     run = tmp_path / "run.yaml"
     run.write_text("name: r\ntask: tests.tasks.pipeline_tasks:gpt\ntrain: {steps: 3, global_batch: 8, accumulate: 4}\n")
-    assert main(["plan", str(run), "-n", "4", "--json", "--parallel.pipeline", "4"]) == 0
-    plans = [one for one in json.loads(capsys.readouterr().out)["plans"] if one["plan"]["tensor"] == 1]
+    plans = [
+        one
+        for one in json.loads(cli("plan", run, "-n", "4", "--json", "--parallel.pipeline", "4").out)["plans"]
+        if one["plan"]["tensor"] == 1
+    ]
     by_stages = {one["plan"]["pipeline"]: one for one in plans if one["plan"]["shard"] == "none"}
     assert sorted(by_stages) == [1, 2, 4]
     for part in ("parameters", "gradients", "optimizer"):
@@ -341,13 +337,13 @@ def test_stages_are_weighed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert whole / 2 <= two < 0.7 * whole and whole / 4 <= four < two
     assert by_stages[1]["checkpoint"] == by_stages[4]["checkpoint"]
     assert [by_stages[stages]["bubble"] for stages in (1, 2, 4)] == pytest.approx([0, 1 / 5, 3 / 7])
-    assert main(["plan", str(run), "-n", "4", "--memory", "64G"]) == 0
-    widest = capsys.readouterr().out
+    widest = cli("plan", run, "-n", "4", "--memory", "64G").out
     assert "\u2026" not in widest, "cut short"
     assert all(word in widest for word in ("tensor", "pipeline", "optimizer", "activations", "fits"))
-    assert main(["plan", str(run), "-n", "2"]) == 0
-    table = capsys.readouterr().out.splitlines()
+    table = cli("plan", run, "-n", "2").out.splitlines()
     last = [line.split()[-1] for line in table if line.strip()]
     assert "bubble" in last and [word for word in last if word.endswith("%")][-1] == "20%"
-    assert main(["plan", str(run), "-n", "4", "--parallel.pipeline", "4", "--train.compile", "true"]) == 64
-    assert "parallel.pipeline is 4, and train.compile is true" in capsys.readouterr().err
+    assert (
+        "parallel.pipeline is 4, and train.compile is true"
+        in cli("plan", run, "-n", "4", "--parallel.pipeline", "4", "--train.compile", "true", code=64).err
+    )

@@ -25,6 +25,7 @@ from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.stop_request import StopRequest, request_stop
 from hpctrain.run.verdict import Action, RunVerdict
+from tests.support.programs import write_programs
 
 JOB = Job("7", nodes=2, ranks=4, restarts=0, nodelist="n[1-2]")
 AWAY = """\
@@ -33,12 +34,6 @@ srun: Check SLURM_JOB_ID environment variable. Expired or invalid job 1
 """
 """What srun 22.05 says."""
 GAVE_UP = "srun: error: Timed out waiting for job step to complete"
-
-
-def program(folder: Path, name: str, lines: str) -> None:
-    """One of Slurm's commands."""
-    (folder / name).write_text(f"#!/bin/bash\n{lines}\n")
-    (folder / name).chmod(0o755)
 
 
 @pytest.fixture
@@ -76,21 +71,21 @@ def test_what_srun_says_of_a_controller_that_is_away(said: str, expected: bool) 
 
 
 def test_a_step_waits_for_the_controller(programs: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    program(programs, "srun", away(programs, 2, AWAY, "echo told"))
+    write_programs(programs, srun=away(programs, 2, AWAY, "echo told"))
     assert client.heard(RunDir(programs / "run"), ["srun", "true"], {}, 60) == (0, "told\n")
     assert calls(programs) == 3
     assert capfd.readouterr().err.count("Unable to contact slurm controller") == 2
 
 
 def test_a_step_does_not_wait_for_ever(programs: Path) -> None:
-    program(programs, "srun", away(programs, 99, AWAY, ""))
+    write_programs(programs, srun=away(programs, 99, AWAY, ""))
     with pytest.raises(RunFailed, match=r"Slurm starts no step .*Unable to contact"):
         client.heard(RunDir(programs / "run"), ["srun", "true"], {}, 60)
     assert calls(programs) == 3
 
 
 def test_a_step_that_fails_for_another_reason_is_not_started_again(programs: Path) -> None:
-    program(programs, "srun", away(programs, 99, GAVE_UP, ""))
+    write_programs(programs, srun=away(programs, 99, GAVE_UP, ""))
     code, output = client.heard(RunDir(programs / "run"), ["srun", "true"], {}, 60)
     assert (code, output.strip(), calls(programs)) == (1, GAVE_UP, 1)
 
@@ -106,7 +101,7 @@ def launched(programs: Path) -> RunVerdict:
     ("times", "action", "starts"), [(0, Action.DONE, 1), (2, Action.DONE, 3), (99, Action.REQUEUE, 3)]
 )
 def test_the_ranks_start_once_the_controller_is_back(programs: Path, times: int, action: Action, starts: int) -> None:
-    program(programs, "srun", away(programs, times, AWAY, 'PMI_RANK=0 exec "$@"'))
+    write_programs(programs, srun=away(programs, times, AWAY, 'PMI_RANK=0 exec "$@"'))
     assert launched(programs).action is action
     assert calls(programs) == starts
     assert [each.number for each in Attempts(RunDir(programs / "run")).all()] == [1], "one attempt"
@@ -116,7 +111,7 @@ def test_a_stop_request_ends_the_wait_for_the_controller(programs: Path, monkeyp
     monkeypatch.setattr(attempts, "PAUSES_S", (100.0,))
     run = RunDir(programs / "run")
     run.create()
-    program(programs, "srun", away(programs, 99, AWAY, "").replace("exit 1", f"touch {run.stop_file}; exit 1"))
+    write_programs(programs, srun=away(programs, 99, AWAY, "").replace("exit 1", f"touch {run.stop_file}; exit 1"))
     began = time.monotonic()
     assert launched(programs).action is Action.STOP
     assert time.monotonic() - began < 100 and calls(programs) == 1
@@ -128,7 +123,7 @@ def test_a_stop_request_ends_the_wait_of_what_comes_before_the_ranks(
     monkeypatch.setattr(outage_retry, "PAUSES_S", (100.0,))
     run = RunDir(programs / "run")
     run.create()
-    program(programs, "srun", away(programs, 99, AWAY, "").replace("exit 1", f"echo Ada > {run.stop_file}; exit 1"))
+    write_programs(programs, srun=away(programs, 99, AWAY, "").replace("exit 1", f"echo Ada > {run.stop_file}; exit 1"))
     began = time.monotonic()
 
     def preflight(number: int) -> Launch:
@@ -149,7 +144,7 @@ def test_a_stop_request_ends_the_wait_for_the_requeue(
     monkeypatch.setattr(outage_retry, "PAUSES_S", (100.0,))
     run = ended(programs)
     lines = f"*requeue*) echo x >> {programs}/calls; touch {run.stop_file}; echo '{said}' >&2; exit 1;;"
-    program(programs, "scontrol", f"case $* in {lines} esac")
+    write_programs(programs, scontrol=f"case $* in {lines} esac")
     began = time.monotonic()
     assert follow(AGAIN, CONFIG, run, JOB, os.getppid()) == ExitCode.STOPPED
     assert time.monotonic() - began < 100 and calls(programs) == 1
@@ -162,7 +157,7 @@ def test_what_a_signal_left_does_not_end_the_wait_for_the_requeue(programs: Path
     run = ended(programs)
     request_stop(run, StopRequest.of_signal(signal.SIGUSR1))
     said = "Unable to contact slurm controller (connect failure)"
-    program(programs, "scontrol", f'if [ "$1" = requeue ]; then\n{away(programs, 1, said, ":")}\nfi')
+    write_programs(programs, scontrol=f'if [ "$1" = requeue ]; then\n{away(programs, 1, said, ":")}\nfi')
     assert requeue.requeue(CONFIG, run, JOB) and calls(programs) == 2
 
 
@@ -186,8 +181,8 @@ def ended(folder: Path) -> RunDir:
 def test_a_site_that_does_not_requeue_gets_another_job(programs: Path) -> None:
     run = ended(programs)
     (run.path / "job.sbatch").write_text("#!/bin/bash\n")
-    program(programs, "scontrol", DOES_NOT_REQUEUE)
-    program(programs, "sbatch", f'echo "$*" > {programs}/submitted; echo 8')
+    write_programs(programs, scontrol=DOES_NOT_REQUEUE)
+    write_programs(programs, sbatch=f'echo "$*" > {programs}/submitted; echo 8')
     assert follow(AGAIN, CONFIG, run, JOB, os.getppid()) == ExitCode.STOPPED
     assert str(run.path / "job.sbatch") in (programs / "submitted").read_text()
     [successor] = submissions(run)
@@ -202,8 +197,8 @@ def test_an_element_of_an_array_goes_on_in_a_job_of_its_own(programs: Path) -> N
     element = dataclasses.replace(JOB, id="7_4")
     number = Attempts(run).begin(Attempt(job=element.id))
     Attempts(run).end(number, AGAIN, [])
-    program(programs, "scontrol", DOES_NOT_REQUEUE)
-    program(programs, "sbatch", f'echo "$*" > {programs}/submitted; echo 8')
+    write_programs(programs, scontrol=DOES_NOT_REQUEUE)
+    write_programs(programs, sbatch=f'echo "$*" > {programs}/submitted; echo 8')
     config = dataclasses.replace(CONFIG, run_dir=str(run.path))
     assert follow(AGAIN, config, run, element, os.getppid()) == ExitCode.STOPPED
     script = run.path / "job.sbatch"
@@ -219,8 +214,8 @@ def test_where_nobody_starts_the_run_again_the_verdict_says_so(
     run = ended(programs)
     if script:
         (run.path / "job.sbatch").write_text("#!/bin/bash\n")
-    program(programs, "scontrol", DOES_NOT_REQUEUE)
-    program(programs, "sbatch", "echo 'sbatch: error: no jobs from compute nodes' >&2; exit 1")
+    write_programs(programs, scontrol=DOES_NOT_REQUEUE)
+    write_programs(programs, sbatch="echo 'sbatch: error: no jobs from compute nodes' >&2; exit 1")
     assert follow(AGAIN, CONFIG, run, JOB, os.getppid()) == ExitCode.STOPPED
     verdict = Attempts(run).all()[-1].verdict
     assert verdict is not None and verdict.action is Action.STOP

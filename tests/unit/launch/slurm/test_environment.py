@@ -18,18 +18,19 @@ from hpctrain.launch.engines.slurm.requeue import succeed
 from hpctrain.run.folder import RunDir
 from hpctrain.run.live_lock import LiveLock, myself
 from hpctrain.run.stop_request import requested_stop
+from tests.support.programs import on_path, write_programs
 
 RUN_FILE = "name: r\nlaunch: {command: [sh]}\n"
 
-SQUEUE = """#!/bin/sh
+SQUEUE = """\
 case "$*" in
 *--jobs=*) for job in $(cat queue); do echo "$job|$job|N/A|PENDING|0:00|1:00|1:00||N/A|None"; done;;
 *) for job in $(cat queue); do echo "$job|PENDING|{run}/job.sbatch"; done;;
 esac
 """
-SBATCH_TOO_LATE = "#!/bin/sh\necho 235 >> queue\nexec sleep 20\n"
+SBATCH_TOO_LATE = "echo 235 >> queue\nexec sleep 20"
 """It submits, but answers when nobody waits any more."""
-SCONTROL = """#!/bin/sh
+SCONTROL = """\
 printf 'JobName=r\\n Command={run}/job.sbatch\\n WorkDir=/\\n StdOut=/x\\n'
 """
 
@@ -38,17 +39,14 @@ printf 'JobName=r\\n Command={run}/job.sbatch\\n WorkDir=/\\n StdOut=/x\\n'
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Folder of Slurm's commands and of their queue, which is the working folder; its jobs are those of runs/r."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(client, "accounted", lambda ids, timeout_s=0.0: [])
     client.origin.cache_clear()
     (tmp_path / "queue").write_text("")
     (tmp_path / "r.yaml").write_text(RUN_FILE)
     run = tmp_path / "runs" / "r"
-    scancel = "#!/bin/sh\necho $@ >> cancelled\n"
+    scancel = "echo $@ >> cancelled"
     programs = {"squeue": SQUEUE, "sbatch": SBATCH_TOO_LATE, "scontrol": SCONTROL, "scancel": scancel}
-    for name, text in programs.items():
-        (tmp_path / name).write_text(text.replace("{run}", str(run)))
-        (tmp_path / name).chmod(0o755)
+    on_path(tmp_path, monkeypatch, **{name: text.replace("{run}", str(run)) for name, text in programs.items()})
     return tmp_path
 
 
@@ -76,10 +74,8 @@ def test_steps_of_a_job_do_not_take_srun_s_options_from_variables(
 
 
 def test_every_command_of_slurms_gets_that_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("squeue", "sbatch", "srun"):
-        (tmp_path / name).write_text('#!/bin/sh\n[ -z "$SBATCH_ARRAY_INX$SQUEUE_USERS$SRUN_DEBUG" ] && echo 5\n')
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    script = '[ -z "$SBATCH_ARRAY_INX$SQUEUE_USERS$SRUN_DEBUG" ] && echo 5'
+    on_path(tmp_path, monkeypatch, squeue=script, sbatch=script, srun=script)
     for name in ("SBATCH_ARRAY_INX", "SQUEUE_USERS", "SRUN_DEBUG"):
         monkeypatch.setenv(name, "1")
     assert client.submit(tmp_path / "job.sbatch") == "5"
@@ -96,34 +92,29 @@ def test_what_the_run_file_leaves_open_comes_from_the_site_s_variables(monkeypat
     assert (slurm.account, slurm.partition, slurm.time) == ("p1", "short", "01:00:00")
 
 
-def test_variables_that_are_ignored_are_named(
-    slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_variables_that_are_ignored_are_named(slurm: Path, monkeypatch: pytest.MonkeyPatch, cli) -> None:
     monkeypatch.setenv("SBATCH_ACCOUNT", "p1")
     monkeypatch.setenv("SBATCH_TIMELIMIT", "5")
-    assert main(["submit", "--dry-run", "r.yaml"]) == 0
-    said = capsys.readouterr()
+    said = cli("submit", "--dry-run", "r.yaml")
     assert "#SBATCH --account=p1" in said.out
     assert "SBATCH_TIMELIMIT: ignored, set launch.slurm instead" in said.err and "SBATCH_ACCOUNT" not in said.err
 
 
 def test_a_job_that_sbatch_took_too_late_is_recorded_and_not_submitted_again(
-    slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    slurm: Path, monkeypatch: pytest.MonkeyPatch, cli
 ) -> None:
     monkeypatch.setattr(client.run, "__defaults__", (0.5,))
-    assert main(["submit", "r.yaml"]) == 0
+    cli("submit", "r.yaml")
     run = RunDir(slurm / "runs" / "r")
     assert [each.job for each in submissions(run)] == ["235"]
-    assert main(["submit", "r.yaml"]) == ExitCode.USER_ERROR
-    assert "job 235" in capsys.readouterr().err and (slurm / "queue").read_text() == "235\n"
+    assert (
+        "job 235" in cli("submit", "r.yaml", code=ExitCode.USER_ERROR).err and (slurm / "queue").read_text() == "235\n"
+    )
 
 
-def test_a_job_that_nobody_recorded_is_found_before_another_is_submitted(
-    slurm: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_that_nobody_recorded_is_found_before_another_is_submitted(slurm: Path, cli) -> None:
     (slurm / "queue").write_text("9\n")
-    assert main(["submit", "r.yaml"]) == ExitCode.USER_ERROR
-    assert "job 9" in capsys.readouterr().err and (slurm / "queue").read_text() == "9\n"
+    assert "job 9" in cli("submit", "r.yaml", code=ExitCode.USER_ERROR).err and (slurm / "queue").read_text() == "9\n"
 
 
 def test_a_job_in_place_of_this_one_that_sbatch_took_too_late_is_recorded(
@@ -150,71 +141,62 @@ def test_elements_of_an_array_are_found_by_the_script_above_them(
 
 
 @pytest.mark.parametrize("target", ["r.yaml", "runs/r"])
-def test_a_job_whose_run_folder_was_deleted_is_found(
-    slurm: Path, target: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_whose_run_folder_was_deleted_is_found(slurm: Path, target: str, cli) -> None:
     (slurm / "queue").write_text("9\n")
-    assert main(["status", target]) == 0
-    assert "job 9 PENDING" in capsys.readouterr().out
-    assert main(["cancel", target]) == 0
+    assert "job 9 PENDING" in cli("status", target).out
+    cli("cancel", target)
     assert (slurm / "cancelled").read_text() == "9\n"
     (slurm / "queue").write_text("")
-    assert main(["cancel", target]) == ExitCode.USER_ERROR
+    cli("cancel", target, code=ExitCode.USER_ERROR)
 
 
 def test_a_run_is_asked_to_stop_without_a_controller(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = RunDir(slurm / "runs" / "r")
     run.create()
     LiveLock(run, dataclasses.replace(myself(), job="7")).acquire()
-    (slurm / "squeue").write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2; exit 1\n")
+    write_programs(slurm, squeue="echo 'Unable to contact slurm controller' >&2; exit 1")
     assert main(["stop", "runs/r"]) == 0
     assert requested_stop(run) is not None
     said = capsys.readouterr().out
     assert "asked the run to save a checkpoint and stop" in said and "Unable to contact slurm controller" in said
 
 
-def test_who_stops_a_program_hears_that_hpctrain_cannot_save_it(
-    slurm: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_who_stops_a_program_hears_that_hpctrain_cannot_save_it(slurm: Path, cli) -> None:
     run = RunDir(slurm / "runs" / "r")
     run.create()
     run.run_yaml.write_text(RUN_FILE)
     LiveLock(run, myself()).acquire()
-    assert main(["stop", "runs/r"]) == 0
-    assert "asked the run to stop; what it has not saved itself is lost" in capsys.readouterr().out
+    assert "asked the run to stop; what it has not saved itself is lost" in cli("stop", "runs/r").out
 
 
-def test_a_program_is_submitted_without_a_run_file(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["submit", "--dry-run", "--launch.nodes", "2", "--", "python", "ddp.py", "--epochs", "3"]) == 0
-    script = capsys.readouterr().out
+def test_a_program_is_submitted_without_a_run_file(slurm: Path, cli) -> None:
+    script = cli("submit", "--dry-run", "--launch.nodes", "2", "--", "python", "ddp.py", "--epochs", "3").out
     assert "--nodes=2" in script and f"{os.getcwd()}/runs/ddp/run.yaml" in script
 
 
-def test_a_run_folder_in_which_slurm_finds_no_log_is_refused(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["submit", "--dry-run", "r.yaml", "--run_dir", "a\\b"]) == ExitCode.USER_ERROR
-    assert "has a backslash" in capsys.readouterr().err
+def test_a_run_folder_in_which_slurm_finds_no_log_is_refused(slurm: Path, cli) -> None:
+    assert "has a backslash" in cli("submit", "--dry-run", "r.yaml", "--run_dir", "a\\b", code=ExitCode.USER_ERROR).err
 
 
 @pytest.mark.parametrize("name", ["time: 30", "memory: 0"])
-def test_numbers_are_values_of_slurms_keys(slurm: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_are_values_of_slurms_keys(slurm: Path, name: str, cli) -> None:
     (slurm / "r.yaml").write_text(
         f"name: r\nlaunch:\n  command: [sh, -n, 4]\n  env: {{OMP_NUM_THREADS: 4}}\n  slurm: {{{name}}}\n"
     )
-    assert main(["submit", "--dry-run", "r.yaml"]) == 0
-    script = capsys.readouterr().out
+    script = cli("submit", "--dry-run", "r.yaml").out
     assert "export OMP_NUM_THREADS=4" in script
     assert {"time: 30": "--time=30", "memory: 0": "--mem=0"}[name] in script
 
 
-def test_a_refused_submission_leaves_the_run_as_it_was(slurm: Path) -> None:
+def test_a_refused_submission_leaves_the_run_as_it_was(slurm: Path, cli) -> None:
     run = RunDir(slurm / "runs" / "r")
     run.create()
     run.run_yaml.write_text("name: r\n# as it was trained\n")
     (run.path / "job.sbatch").write_text("as it was submitted\n")
-    (slurm / "sbatch").write_text("#!/bin/sh\necho 'Invalid account' >&2; exit 1\n")
-    assert main(["submit", "r.yaml", "--launch.nodes", "2"]) == ExitCode.FAILURE
+    write_programs(slurm, sbatch="echo 'Invalid account' >&2; exit 1")
+    cli("submit", "r.yaml", "--launch.nodes", "2", code=ExitCode.FAILURE)
     assert run.run_yaml.read_text() == "name: r\n# as it was trained\n"
     assert (run.path / "job.sbatch").read_text() == "as it was submitted\n"
-    (slurm / "sbatch").write_text("#!/bin/sh\necho 7\n")
-    assert main(["submit", "r.yaml", "--launch.nodes", "2"]) == 0
+    write_programs(slurm, sbatch="echo 7")
+    cli("submit", "r.yaml", "--launch.nodes", "2")
     assert "nodes: 2" in run.run_yaml.read_text() and "--nodes=2" in (run.path / "job.sbatch").read_text()

@@ -45,6 +45,7 @@ from hpctrain.run.live_lock import LiveLock, myself
 from hpctrain.run.run_status import QueueEntry
 from hpctrain.run.stop_request import StopRequest, request_stop, requested_stop
 from hpctrain.run.verdict import Action, RunVerdict
+from tests.support.programs import on_path
 
 JOB = Job("7", nodes=2, ranks=4, restarts=1, nodelist="n[1-2]")
 PREEMPTED = {"StartTime": "2026-11-21T04:00:00", "PreemptTime": "2026-11-21T05:00:00"}
@@ -376,11 +377,9 @@ def test_a_cancelled_job_is_never_requeued(
 
 
 def test_a_job_in_place_of_this_one_learns_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sbatch = tmp_path / "sbatch"
-    sbatch.write_text(f'#!/bin/bash\necho "$SLURM_RESTART_COUNT $SLURM_CONF" > {tmp_path}/told; echo 8\n')
-    sbatch.chmod(0o755)
-    for name, value in {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_RESTART_COUNT": "3", "SLURM_CONF": "c"}.items():
-        monkeypatch.setenv(name, value)
+    on_path(tmp_path, monkeypatch, sbatch=f'echo "$SLURM_RESTART_COUNT $SLURM_CONF" > {tmp_path}/told; echo 8')
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
+    monkeypatch.setenv("SLURM_CONF", "c")
     assert client.submit(Path("job.sbatch")) == "8"
     assert (tmp_path / "told").read_text().split() == ["c"]
 
@@ -393,10 +392,7 @@ def test_another_verdict_stands_in_both_places(run_after: Callable[[Sequence[Run
 
 
 def test_steps_are_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    srun = tmp_path / "srun"
-    srun.write_text(f'#!/bin/bash\necho "$*" >> {tmp_path}/steps\n')
-    srun.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    on_path(tmp_path, monkeypatch, srun=f'echo "$*" >> {tmp_path}/steps')
     skip_steps(RunDir(tmp_path), 3)
     steps = (tmp_path / "steps").read_text().splitlines()
     assert len(steps) == 3 and all("--mpi=none" in step and step.endswith(" true") for step in steps)
@@ -434,9 +430,7 @@ def test_slurms_signals_at_the_time_limit_do_not_end_a_requeue(tmp_path: Path, n
 def test_a_command_of_slurm_that_the_job_s_own_end_killed_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "scontrol").write_text("#!/bin/sh\nkill -TERM $$\n")
-    (tmp_path / "scontrol").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    on_path(tmp_path, monkeypatch, scontrol="kill -TERM $$")
     with pytest.raises(client.Unanswered):
         client.requeue("7")
 
@@ -468,11 +462,8 @@ def test_a_controller_that_restarts_is_asked_again(
     said: str,
     calls: int,
 ) -> None:
-    begin = f"#!/bin/bash\necho x >> {tmp_path}/calls\n"
-    scontrol = f"{begin}[ $(wc -l < {tmp_path}/calls) -ge 3 ] || {{ echo '{said}'; exit 1; }}\n"
-    (tmp_path / "scontrol").write_text(scontrol)
-    (tmp_path / "scontrol").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    count = f"echo x >> {tmp_path}/calls; [ $(wc -l < {tmp_path}/calls) -ge 3 ]"
+    on_path(tmp_path, monkeypatch, scontrol=f"{count} || {{ echo '{said}'; exit 1; }}")
     monkeypatch.setattr(client, "job_fields", lambda job: {})
     monkeypatch.setattr(outage_retry, "PAUSES_S", (0.0, 0.0))
     if calls == 3:
@@ -503,14 +494,6 @@ def test_steps_may_lie_around_after_attempts_that_did_not_end_in_order() -> None
     assert unclean([], "7") == 0
 
 
-def slurm_says(folder: Path, monkeypatch: pytest.MonkeyPatch, **programs: str) -> None:
-    """Slurm's programs are these lines of bash."""
-    for name, lines in programs.items():
-        (folder / name).write_text(f"#!/bin/bash\n{lines}\n")
-        (folder / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-
-
 BUSY = "case $* in *show*) echo 'JobState=RUNNING Restarts=1';; "
 
 
@@ -519,7 +502,7 @@ def test_a_controller_under_load_is_asked_again(
 ) -> None:
     asked = tmp_path / "asked"
     once = f"*) [ -e {asked} ] && exit; touch {asked}; echo 'Socket timed out on send/recv' >&2; exit 1;; esac"
-    slurm_says(tmp_path, monkeypatch, scontrol=BUSY + once)
+    on_path(tmp_path, monkeypatch, scontrol=BUSY + once)
     monkeypatch.setattr(outage_retry, "PAUSES_S", (0.0,))
     assert requeue.requeue(with_cap(3), run_after([AGAIN]), JOB)
 
@@ -549,7 +532,7 @@ def test_a_host_that_cannot_be_left_out_does_not_end_the_run(
     run = run_after([AGAIN])
     (run.path / "job.sbatch").touch()
     bad_nodes.of_run(run).add(BadNode("n2.cluster.local", time.time() + 99, 1, "slow"))
-    slurm_says(
+    on_path(
         tmp_path,
         monkeypatch,
         scontrol=BUSY + f"*) touch {tmp_path}/requeued;; esac",
@@ -575,7 +558,7 @@ def test_a_job_is_known_by_its_number_whatever_the_site_says_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
 ) -> None:
     (tmp_path / "said").write_text(said)
-    slurm_says(tmp_path, monkeypatch, sbatch=f"cat {tmp_path}/said")
+    on_path(tmp_path, monkeypatch, sbatch=f"cat {tmp_path}/said")
     assert client.submit(Path("job.sbatch")) == "8"
 
 
@@ -583,7 +566,7 @@ def test_lines_that_are_no_jobs_and_times_as_a_person_likes_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = "7|7|N/A|RUNNING|1:00|1:00|2:00|n1|2026-01-01T00:00:00|None"
-    slurm_says(tmp_path, monkeypatch, squeue=f"echo 'as of a minute ago'; echo '{line}'",
+    on_path(tmp_path, monkeypatch, squeue=f"echo 'as of a minute ago'; echo '{line}'",
                scontrol="echo StartTime=$SLURM_TIME_FORMAT WorkDir=$'/home/j\\xf6rg'")  # fmt: skip
     monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
     assert [entry.id for entry in client.queue(["7"])] == ["7"]

@@ -16,6 +16,7 @@ from hpctrain.launch.engines.slurm.job import Job
 from hpctrain.rank.problem import staged_args
 from hpctrain.run.folder import RunDir
 from hpctrain.run.rank_environment import STAGED
+from tests.support.programs import on_path
 
 
 def staged(folder: Path, *sources: Path) -> dict[Path, Path]:
@@ -162,9 +163,7 @@ NO_ROOM = {"what": "no room on n2", "fix": "make some", "code": "disk_full"}
 def test_a_stage_in_that_fails_on_a_node_ends_the_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, what: str, code: Code
 ) -> None:
-    (tmp_path / "srun").write_text(f"#!/bin/bash\necho '{said}' >&2\nexit 9\n")
-    (tmp_path / "srun").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    on_path(tmp_path, monkeypatch, srun=f"echo '{said}' >&2\nexit 9")
     config = Config(name="r", launch=LaunchConfig(command=("true",), stage_in=("data.h5",)))
     with pytest.raises(NoRequeue, match="stage-in: ") as caught:
         allocation.stage_in(config, RunDir(tmp_path), Job("7", nodes=2, ranks=2, restarts=0, nodelist="n[1-2]"))
@@ -206,7 +205,7 @@ def many_nodes(monkeypatch: pytest.MonkeyPatch, venv: bool = True) -> list[Path]
 def test_the_environment_is_staged_by_default_on_many_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int, asked: bool | None, venv: bool, wrap: tuple[str, ...],
     expected: bool,
-) -> None:  # fmt: skip
+) -> None :  # fmt: skip
     made = many_nodes(monkeypatch, venv)
     launch = LaunchConfig(stage_environment=asked, slurm=SlurmConfig(scratch=str(tmp_path), wrap=wrap))
     config = Config(name="r", task="a:b", train=TrainConfig(steps=1, global_batch=2), launch=launch)

@@ -8,13 +8,12 @@ import pwd
 import shutil
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hpctrain.cli import main
 from hpctrain.commands import jobs as slurm_commands
 from hpctrain.errors import ExitCode, RunFailed, UserError
 from hpctrain.launch.engines import jobs, schedulers, status
@@ -27,6 +26,7 @@ from hpctrain.run.live_lock import LiveLock, myself
 from hpctrain.run.progress import Progress
 from hpctrain.run.run_status import QueueEntry, RunSnapshot, RunState, Word
 from hpctrain.run.verdict import Action, RunVerdict
+from tests.support.programs import on_path, write_programs
 
 
 def event(name: str, step: int, time: float = 0.0, **fields: Any) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def of(run: RunSnapshot, word: Word = Word.RUNNING, job: str = "", job_state: st
     return RunStatus(run, RunState(word), QueueEntry(job, job_state, "", "", "", "", "n1" if job else "", ""), now)
 
 
-SQUEUE = """#!/bin/sh
+SQUEUE = """\
 [ -n "$SECONDS_TO_ANSWER" ] && exec sleep "$SECONDS_TO_ANSWER"
 for word in "$@"; do case "$word" in --jobs=*) ids=${{word#--jobs=}};; esac; done
 [ -n "$ids" ] || exit 0
@@ -74,9 +74,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "slurm"
     folder.mkdir()
     (folder / "queue").write_text(RECORDED)
-    (folder / "squeue").write_text(SQUEUE.format(folder=folder))
-    (folder / "squeue").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    on_path(folder, monkeypatch, squeue=SQUEUE.format(folder=folder))
     monkeypatch.setenv("SECONDS_TO_ANSWER", "")
     if shutil.which("sacct"):
         monkeypatch.setattr(client, "accounted", lambda ids, timeout_s=0.0: [])
@@ -170,13 +168,10 @@ def test_what_slurm_says_of_runs_that_have_said_nothing(
 
 
 @pytest.mark.parametrize("job", ["12", "10", "2_3", "999"])
-def test_how_a_run_has_ended_is_not_what_became_of_its_job(
-    tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str], job: str
-) -> None:
+def test_how_a_run_has_ended_is_not_what_became_of_its_job(tmp_path: Path, slurm: Path, cli, job: str) -> None:
     run = submitted(tmp_path / "r", job)
     conclude(run, Action.DONE, "done after step 9")
-    assert main(["status", str(run.path)]) == 0
-    said = capsys.readouterr().out
+    said = cli("status", run.path).out
     assert "  finished: done after step 9" in said
     assert not any(word in said for word in ("TIMEOUT", "CANCELLED", "UNKNOWN"))
 
@@ -189,7 +184,7 @@ def test_an_element_of_an_array_that_ran_is_not_called_cancelled(tmp_path: Path,
 
 
 def test_a_silent_controller_delays_what_the_folder_knows_by_seconds(
-    tmp_path: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch, cli
 ) -> None:
     run = submitted(tmp_path / "r", "12")
     Attempts(run).begin()
@@ -197,15 +192,12 @@ def test_a_silent_controller_delays_what_the_folder_knows_by_seconds(
     assert client.ANSWER_S <= 5
     monkeypatch.setattr(client, "ANSWER_S", 0.3)
     begin = time.monotonic()
-    assert main(["status", str(run.path)]) == 0
+    said = cli("status", run.path).out
     assert time.monotonic() - begin < 60
-    said = capsys.readouterr().out
     assert "job 12 UNKNOWN" in said and "attempt 1" in said
 
 
-def test_all_runs_are_listed(
-    tmp_path: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_runs_are_listed(tmp_path: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch, cli) -> None:
     monkeypatch.chdir(tmp_path)
     conclude(submitted(tmp_path / "runs" / "one", "12"), Action.DONE, "done after step 9")
     for index in (0, 3):
@@ -214,26 +206,20 @@ def test_all_runs_are_listed(
     elsewhere = submitted(tmp_path / "a|b é%j", "9")
     scripts = {"9": ("PENDING", f"{elsewhere.path}/job.sbatch"), "8": ("RUNNING", "/x/other.sh")}
     monkeypatch.setattr(client, "own_scripts", lambda timeout_s=0.0: scripts)
-    assert main(["status"]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    lines = [line.split() for line in cli("status").out.splitlines()]
     assert [line[:2] for line in lines] == [
         ["running", "2_0"], ["cancelled", "2_3"], ["finished", "12"], ["pending", "9"],
     ]  # fmt: skip
-    assert main(["status", "--json"]) == 0
-    assert [each["state"] for each in json.loads(capsys.readouterr().out)][-1] == "pending"
+    assert [each["state"] for each in json.loads(cli("status", "--json").out)][-1] == "pending"
 
 
 def test_own_scripts_are_squeues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "squeue").write_text("#!/bin/sh\nprintf '2_1|RUNNING|/w/a|b/job.sbatch\\n6|PENDING|(null)\\n'\n")
-    (tmp_path / "squeue").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    on_path(tmp_path, monkeypatch, squeue="printf '2_1|RUNNING|/w/a|b/job.sbatch\\n6|PENDING|(null)\\n'")
     assert client.own_scripts() == {"2_1": ("RUNNING", "/w/a|b/job.sbatch"), "6": ("PENDING", "(null)")}
 
 
-def explained(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    capsys.readouterr()
-    assert main(["explain", *words]) == 0
-    return " ".join(capsys.readouterr().out.split())
+def explained(cli: Callable[..., Any], *words: object) -> str:
+    return " ".join(cli("explain", *words).out.split())
 
 
 @pytest.mark.parametrize(
@@ -248,18 +234,18 @@ def explained(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     ],
 )
 def test_runs_that_left_nothing_are_explained_by_their_jobs(
-    tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str], job: str, cause: str, said: str
+    tmp_path: Path, slurm: Path, cli, job: str, cause: str, said: str
 ) -> None:
     run = submitted(tmp_path / "r", job)
-    assert said in explained(capsys, str(run.path))
-    assert json.loads(explained(capsys, "--json", str(run.path)))["cause"] == cause
+    assert said in explained(cli, run.path)
+    assert json.loads(explained(cli, "--json", run.path))["cause"] == cause
 
 
 @pytest.mark.parametrize(("job", "said"), [("12", "Job 12 is TIMEOUT"), ("3", "The run hangs")])
 def test_a_run_that_a_user_s_own_job_started_is_explained_by_that_job_once_it_has_ended(
     tmp_path: Path,
     slurm: Path,
-    capsys: pytest.CaptureFixture[str],
+    cli,
     monkeypatch: pytest.MonkeyPatch,
     job: str,
     said: str,
@@ -272,48 +258,40 @@ def test_a_run_that_a_user_s_own_job_started_is_explained_by_that_job_once_it_ha
     Attempts(run).begin()
     run.monitor_events.parent.mkdir(exist_ok=True)
     run.monitor_events.write_text(json.dumps(event("hang", 30, 100.0, kind="died")) + "\n")
-    assert said in explained(capsys, str(run.path))
+    assert said in explained(cli, run.path)
 
 
-def test_an_array_is_explained_in_as_few_sentences_as_it_has_ends(
-    tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_array_is_explained_in_as_few_sentences_as_it_has_ends(tmp_path: Path, slurm: Path, cli) -> None:
     for index in range(6):
         submitted(tmp_path / "many" / str(index), f"2_{index}")
-    said = explained(capsys, str(tmp_path / "many"))
+    said = explained(cli, tmp_path / "many")
     assert "2, 3, 4: The run's job was cancelled" not in said, "each has a number of its own"
     assert "0: The run continues" in said and "3: The run's job was cancelled" in said
-    assert len(json.loads(explained(capsys, "--json", str(tmp_path / "many")))) == 6
+    assert len(json.loads(explained(cli, "--json", tmp_path / "many"))) == 6
     for index in range(6):
         conclude(RunDir(tmp_path / "many" / str(index)), Action.DONE, "done")
-    assert explained(capsys, str(tmp_path / "many")).startswith("0, 1, 2, 3, 4, 5: The run completed.")
+    assert explained(cli, tmp_path / "many").startswith("0, 1, 2, 3, 4, 5: The run completed.")
 
 
-def test_a_refused_job_is_explained(
-    tmp_path: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refused_job_is_explained(tmp_path: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch, cli) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r.yaml").write_text("name: r\nlaunch: {command: [sh]}\n")
-    refuses = (
-        "#!/bin/sh\necho 'sbatch: error: Batch job submission failed: Invalid partition name specified' >&2\nexit 1\n"
-    )
-    (slurm / "sbatch").write_text(refuses)
-    (slurm / "sbatch").chmod(0o755)
-    assert main(["submit", "r.yaml"]) == ExitCode.FAILURE
-    said = explained(capsys, "r.yaml")
+    error = "sbatch: error: Batch job submission failed: Invalid partition name specified"
+    write_programs(slurm, sbatch=f"echo '{error}' >&2\nexit 1")
+    cli("submit", "r.yaml", code=ExitCode.FAILURE)
+    said = explained(cli, "r.yaml")
     assert "The run was not started. Sbatch refused: " in said and "Invalid partition name specified" in said
     assert said.endswith("Set launch.slurm.partition to one that sinfo lists.")
-    assert main(["status", "r.yaml"]) == 0
-    assert "not started: sbatch refused: " in capsys.readouterr().out
-    (slurm / "sbatch").write_text("#!/bin/sh\necho 9\n")
-    assert main(["submit", "r.yaml"]) == 0
-    assert "Job 9 waits" in explained(capsys, "r.yaml")
+    assert "not started: sbatch refused: " in cli("status", "r.yaml").out
+    write_programs(slurm, sbatch="echo 9")
+    cli("submit", "r.yaml")
+    assert "Job 9 waits" in explained(cli, "r.yaml")
 
 
-def test_a_failed_run_that_is_to_go_on_says_so(tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_run_that_is_to_go_on_says_so(tmp_path: Path, slurm: Path, cli) -> None:
     run = submitted(tmp_path / "r", "11")
     conclude(run, Action.REQUEUE, "rank 3 on n2 was killed")
-    said = explained(capsys, str(run.path))
+    said = explained(cli, run.path)
     assert "rank 3 on n2 was killed" in said and "It will resume: job 11 waits (PartitionNodeLimit)" in said
 
 
@@ -330,41 +308,37 @@ def test_a_job_that_waits_in_vain_or_not_at_all_is_not_submitted(
     tmp_path: Path,
     slurm: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    cli,
     job: str,
     what: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r.yaml").write_text("name: r\nlaunch: {command: [sh]}\n")
-    (slurm / "sbatch").write_text(f"#!/bin/sh\necho yes > {slurm}/submitted\necho 77\n")
-    (slurm / "sbatch").chmod(0o755)
-    assert main(["submit", f"--after={job}", "r.yaml"]) == ExitCode.USER_ERROR
-    assert what in capsys.readouterr().err and not (slurm / "submitted").exists()
+    write_programs(slurm, sbatch=f"echo yes > {slurm}/submitted\necho 77")
+    assert (
+        what in cli("submit", f"--after={job}", "r.yaml", code=ExitCode.USER_ERROR).err
+        and not (slurm / "submitted").exists()
+    )
     for good in ("1", "2", "2_0", "9"):
         submission.check_after([good])
 
 
-def test_a_finished_run_is_not_resumed(tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_is_not_resumed(tmp_path: Path, slurm: Path, cli) -> None:
     run = submitted(tmp_path / "r", "12")
     conclude(run, Action.DONE, "done after step 9")
-    (slurm / "sbatch").write_text("#!/bin/sh\necho 77\n")
-    (slurm / "sbatch").chmod(0o755)
-    assert main(["resume", str(run.path)]) == ExitCode.USER_ERROR
-    assert "has finished: done after step 9" in capsys.readouterr().err
+    write_programs(slurm, sbatch="echo 77")
+    assert "has finished: done after step 9" in cli("resume", run.path, code=ExitCode.USER_ERROR).err
     assert status.jobs_of(run) == ["12"]
-    assert main(["resume", str(run.path), "--train.epochs", "7"]) == 0
+    cli("resume", run.path, "--train.epochs", "7")
     assert status.jobs_of(run) == ["12", "77"]
 
 
-def test_without_slurm_the_folder_speaks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_slurm_the_folder_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli) -> None:
     run = RunDir(tmp_path)
     Attempts(run).begin()
     jobs.record(run, jobs.Submitted("12", 0.0, "/"))
     monkeypatch.setenv("PATH", "")
-    assert main(["status", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
+    said = cli("status", tmp_path).out
     assert "job 12 UNKNOWN" in said and "squeue is not on PATH" in said and "attempt 1" in said
 
 
@@ -381,7 +355,7 @@ def test_slurm_is_asked_once_for_all_elements_of_an_array(tmp_path: Path, slurm:
 
 @pytest.mark.parametrize("command", ["cancel", "stop"])
 def test_slurm_is_asked_once_about_an_array_that_is_to_end(
-    tmp_path: Path, slurm: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, slurm: Path, command: str, monkeypatch: pytest.MonkeyPatch, cli
 ) -> None:
     ended: list[list[str]] = []
     for index in (0, 1, 3):
@@ -389,9 +363,9 @@ def test_slurm_is_asked_once_about_an_array_that_is_to_end(
     monkeypatch.setattr(client, "find", lambda name: name)
     monkeypatch.setattr(client, "cancel", lambda jobs: ended.append(list(jobs)))
     monkeypatch.setattr(client, "origin", lambda job: client.Origin("r", f"{tmp_path}/array/job.sbatch", "/", ""))
-    assert main([command, str(tmp_path / "array")]) == ExitCode.DONE
+    said = cli(command, tmp_path / "array").out
     assert (slurm / "asked").read_text().splitlines() == ["2_0,2_1,2_3"]
-    assert ended == [["2_0", "2_1"]] and "2_1" in capsys.readouterr().out
+    assert ended == [["2_0", "2_1"]] and "2_1" in said
 
 
 def test_the_living_job_is_shown_before_the_newest(tmp_path: Path, slurm: Path) -> None:
@@ -421,27 +395,28 @@ def test_mpi_types_of_old_and_new_slurm() -> None:
 
 
 def test_a_run_file_that_asks_for_another_job_than_the_run_had_is_told(
-    tmp_path: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch, cli
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("r.yaml").write_text("name: r\nlaunch: {command: [sh]}\n")
     for target, told in (("r.yaml", True), ("runs/r", False)):
         Path("runs/r").mkdir(parents=True, exist_ok=True)
         Path("runs/r/run.yaml").write_text("name: r\nlaunch: {command: [sh], nodes: 2, slurm: {time: '2'}}\n")
-        assert main(["resume", "--dry-run", target]) == 0
-        said = capsys.readouterr().err
+        said = cli("resume", "--dry-run", target).err
         assert ("launch.nodes is 1 (was 2), launch.slurm.time is" in said and "hpctrain resume" in said) is told
     Path("runs/r/run.yaml").write_text("name: r\nreduce: {key_of_an_older_version: 1}\n")
-    assert main(["resume", "--dry-run", "r.yaml"]) == 0, "the new run file takes its place"
+    cli("resume", "--dry-run", "r.yaml")  # the new run file takes its place
 
 
-def test_an_array_is_not_resumed_as_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_array_is_not_resumed_as_a_run(tmp_path: Path, cli) -> None:
     for folder in (tmp_path, tmp_path / "0"):
         folder.mkdir(exist_ok=True)
         (folder / "run.yaml").write_text(f"name: a\nlaunch: {{command: [sh]}}\nrun_dir: {folder}\n")
-    assert main(["resume", "--dry-run", str(tmp_path)]) == ExitCode.USER_ERROR
-    assert f"resume one of them: hpctrain resume {tmp_path}/0" in capsys.readouterr().err
-    assert main(["resume", "--dry-run", str(tmp_path / "0")]) == 0
+    assert (
+        f"resume one of them: hpctrain resume {tmp_path}/0"
+        in cli("resume", "--dry-run", tmp_path, code=ExitCode.USER_ERROR).err
+    )
+    cli("resume", "--dry-run", tmp_path / "0")
 
 
 def test_following_goes_on_while_a_run_without_a_job_lives(tmp_path: Path) -> None:
@@ -486,8 +461,7 @@ def test_a_daemon_that_takes_no_connection_does_not_answer(slurm: Path) -> None:
         port = there.getsockname()[1]
         node = f"echo NodeName=n1 NodeAddr=$ADDRESS; echo NodeName=n2 NodeAddr=127.0.0.1 Port={port}"
         answer = f"case $3 in node) {node};; *) echo 'SlurmdPort      = {port}';; esac"
-        (slurm / "scontrol").write_text(f"#!/bin/sh\n[ $1 = show ] || shift\nset -- x $@\n{answer}\n")
-        (slurm / "scontrol").chmod(0o755)
+        write_programs(slurm, scontrol=f"[ $1 = show ] || shift\nset -- x $@\n{answer}")
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("ADDRESS", "127.0.0.1")
             assert not client.unreached(["n1", "n2"])
@@ -495,37 +469,30 @@ def test_a_daemon_that_takes_no_connection_does_not_answer(slurm: Path) -> None:
             assert client.unreached(["n1", "n2"]) == {"n1", "n2"}
             patch.setenv("ADDRESS", "no-such-host.invalid")
             assert client.unreached(["n1", "n2"]) == {"n2"}, "it is not known where n1 is"
-    (slurm / "scontrol").write_text("#!/bin/sh\nexit 1\n")
+    write_programs(slurm, scontrol="exit 1")
     assert not client.unreached(["n1"])
 
 
 FAILED_EARLY = "14|14|N/A|FAILED|0:01|0:59|1:00|n1|2026-11-22T04:02:29|NonZeroExitCode\n"
 
 
-def test_what_a_job_said_before_the_run_began_is_explained(
-    tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_job_said_before_the_run_began_is_explained(tmp_path: Path, slurm: Path, cli) -> None:
     (slurm / "queue").write_text(FAILED_EARLY)
     run = submitted(tmp_path / "r", "14")
     log = "module: command not found\nhpctrain: line 12 of the job script failed: module load x\n  fix: see above\n"
     (run.logs / "slurm-14.out").write_text(log)
-    said = explained(capsys, str(run.path))
+    said = explained(cli, run.path)
     assert "Job 14 is FAILED (NonZeroExitCode), before it wrote anything: module: command not found" in said
     assert "line 12 of the job script failed: module load x fix: see above" in said
     assert f"hpctrain logs {run.path} --rank job" in said
 
 
-def test_the_comment_of_a_job_whose_log_is_empty_is_explained(
-    tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_comment_of_a_job_whose_log_is_empty_is_explained(tmp_path: Path, slurm: Path, cli) -> None:
     client.origin.cache_clear()
     (slurm / "queue").write_text(FAILED_EARLY)
-    (slurm / "scontrol").write_text(
-        "#!/bin/sh\necho '   AdminComment=x'\necho '   Comment=hpctrain: the disk is full'\n"
-    )
-    (slurm / "scontrol").chmod(0o755)
+    write_programs(slurm, scontrol="echo '   AdminComment=x'\necho '   Comment=hpctrain: the disk is full'")
     run = submitted(tmp_path / "r", "14")
-    assert "before it wrote anything: hpctrain: the disk is full" in explained(capsys, str(run.path))
+    assert "before it wrote anything: hpctrain: the disk is full" in explained(cli, run.path)
     client.origin.cache_clear()
 
 
@@ -541,19 +508,17 @@ def test_the_comment_of_a_job_whose_log_is_empty_is_explained(
     ],
 )
 def test_advice_on_reasons_to_wait_is_for_jobs_that_wait(
-    tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str], state: str, reason: str, title: str, advice: str
+    tmp_path: Path, slurm: Path, cli, state: str, reason: str, title: str, advice: str
 ) -> None:
     (slurm / "queue").write_text(f"14|14|N/A|{state}|0:01|0:59|1:00|n1|2026-11-22T04:02:29|{reason}\n")
-    said = explained(capsys, str(submitted(tmp_path / "r", "14").path))
+    said = explained(cli, submitted(tmp_path / "r", "14").path)
     assert said.startswith(title) and advice in said.lower()
     assert "launch.slurm.begin" not in said
 
 
 def test_greetings_of_a_site_are_not_taken_for_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = "7|7|CANCELLED by 1000|0:15|1-00:00:00|UNLIMITED|n[001-010,12]|Unknown"
-    (tmp_path / "sacct").write_text(f"#!/bin/sh\necho; echo Welcome to the cluster; echo '{line}'\n")
-    (tmp_path / "sacct").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    on_path(tmp_path, monkeypatch, sacct=f"echo; echo Welcome to the cluster; echo '{line}'")
     [found] = client.accounted(["7"])
     assert (found.id, found.state, found.elapsed, found.nodes) == ("7", "CANCELLED", "1-00:00:00", "n[001-010,12]")
 

@@ -10,18 +10,19 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import ExitCode
+from tests.support.programs import write_programs
 
 pytestmark = pytest.mark.slow
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS": "1"}
-SCONTROL = """#!/bin/bash
+SCONTROL = """\
 case $* in
     *Comment=*) echo "$*" >> {folder}/comments;;
     *"show job"*) echo 'JobId=7 JobState=RUNNING Requeue=1 Restarts=0';;
     *hostnames*) echo n1;;
 esac
 """
-SRUN = """#!/bin/bash
+SRUN = """\
 case $* in
     *--mpi=list*) echo none;;
     *) {then};;
@@ -34,9 +35,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder whose programs stand for Slurm's; ``comments`` in it holds what the job was given."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name, text in {"scontrol": SCONTROL.format(folder=folder), "srun": SRUN.format(then="exit 3")}.items():
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
+    write_programs(folder, scontrol=SCONTROL.format(folder=folder), srun=SRUN.format(then="exit 3"))
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     return folder
 
