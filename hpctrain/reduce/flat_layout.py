@@ -31,9 +31,6 @@ BUCKET_BYTES, GPU_BUCKET_BYTES, END_BYTES = 8 * 2**20, 25 * 2**20, 2**20
 """Default sizes of buckets: on CPUs, on GPUs, and of the first and last one on GPUs: the first is sent early, and
 backward does not hide the last."""
 
-APART_BYTES = 4 * 2**20
-"""Gradients of this size are summed where autograd left them, if the sum can."""
-
 
 @dataclass(frozen=True)
 class Layout:

@@ -121,7 +121,6 @@ def test_horovod_sums_large_gradients_where_they_are(tmp_path: Path) -> None:
         "from hpctrain.config.sections import ReduceConfig\n"
         "from hpctrain.backends.torch.reduce import torch_reducers\n"
         "from hpctrain.reduce.candidates import Candidate\n"
-        "torch_reducers.APART_BYTES = 2**20\n"
         "group = connect().data\n"
         "torch.manual_seed(1)\n"
         "wide, conv = torch.nn.Linear(513, 700), torch.nn.Conv2d(256, 128, 3)\n"

@@ -20,7 +20,7 @@ from hpctrain.config.sections import ReduceConfig
 from hpctrain.errors import UserError
 from hpctrain.reduce import horovod_setup
 from hpctrain.reduce.candidates import Candidate, candidates, look_around
-from hpctrain.reduce.flat_layout import APART_BYTES, BUCKET_BYTES, END_BYTES, GPU_BUCKET_BYTES, SLOTS, plan
+from hpctrain.reduce.flat_layout import BUCKET_BYTES, END_BYTES, GPU_BUCKET_BYTES, SLOTS, plan
 from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
 from hpctrain.reduce.streamed_allreduce import PIECE_BYTES
 
@@ -76,20 +76,21 @@ class TorchReducers:
             return NoReducer(parameters, SparseGradients(rows_of), config.sparse, self.needs_norm)
         dtype, device = common_kind(wanted)
         most, ends = bucket_sizes(config, candidate, dtype, device)
-        stays = candidate.kind == "horovod" and candidate.compression == "none" and device.type == "cpu"
-        least = APART_BYTES // dtype.itemsize if stays else math.inf
-        layout = plan([as_real(one).numel() for _, one in parameters], most, SLOTS, ends, least)
-        sum_: allreduce.TensorAllreduce
+        sizes, least = [as_real(one).numel() for _, one in parameters], math.inf
+        sender: messages.Sender | None = None
         over: ProcessGroup | Group = group
-        if candidate.kind == "mpi":
+        if candidate.kind == "horovod":
+            sender = horovod = messages.horovod_sender(group, device, sum(sizes))
+            if candidate.compression == "none" and device.type == "cpu":
+                least = horovod.apart(sum(sizes), dtype.itemsize)
+        elif candidate.kind != "mpi":
+            sender = messages.GroupSender(peers_of(group, device))
+            over = peers_of(group, device) if rows_of else group
+        layout = plan(sizes, most, SLOTS, ends, least)
+        sum_: allreduce.TensorAllreduce
+        if sender is None:
             candidate, sum_ = allreduce.open_tensor_allreduce(candidate, group, layout, dtype, device)
         else:
-            sender: messages.Sender
-            if candidate.kind == "horovod":
-                sender = messages.horovod_sender(group, device, layout.length)
-            else:
-                sender = messages.GroupSender(peers_of(group, device))
-                over = peers_of(group, device) if rows_of else group
             half = messages.HALVES.get(candidate.compression)
             sum_ = messages.MessageAllreduce(sender, layout, dtype, device, half)
 
