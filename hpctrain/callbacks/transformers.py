@@ -37,6 +37,8 @@ class SaveOnStop(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Reports a checkpoint."""
         checkpoint_saved(state.global_step)
+        if self.stops:  # the end of training would load the best checkpoint, and with a limit of 1 delete this one
+            args.load_best_model_at_end, args.save_total_limit = False, None
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Ends the program, so that what follows ``train()`` in it waits for the end of training."""

@@ -323,7 +323,8 @@ def logs(args: argparse.Namespace) -> int:
     ]
     answer(args.json, data, ())
     for log, place in pairs if not args.json else ():  # one at a time: thousands of logs may not fit into memory
-        foreign_text.show(f"==> {log.path}{place} <==\n{run_logs.read(log.path)}")
+        text = run_logs.read(log.path)
+        foreign_text.show(f"==> {log.path}{place} <==\n{text}" if text else f"==> {log.path}{place} <== is empty")
     return ExitCode.DONE
 
 

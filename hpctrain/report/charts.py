@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 LARGEST = 1e150
 """Values are clipped to this size: matplotlib cannot lay out the range between the largest floats."""
-FAINT = 10.0
+FAINT = 20.0
 """Smallest full scale of a heat map in percent, so that noise does not look like a finding."""
 PALE = 1.4
 """Full scale of shares, so that numbers on them can be read."""

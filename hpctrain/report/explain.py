@@ -260,14 +260,9 @@ def unknown(data: RunHistory, state: RunState | None = None) -> Explanation:
 
 
 def stragglers(data: RunHistory) -> list[Explanation]:
-    """The monitor's three costliest findings, of at least COSTLY; a spell that is over counts for its steps only.
-
-    A short run's pauses on changing ranks, and changes since its first steps, are left out.
-    """
+    """The monitor's three costliest findings, of at least COSTLY; a spell that is over counts for its steps only."""
     found: dict[tuple[object, ...], list[tuple[float, str]]] = defaultdict(list)
     for event, until in _spells(data):
-        if event.kind in ("rotating", "global") and data.run.account.is_short:
-            continue
         cost, about = event.cost or 0.0, event.text
         if until is not None:
             cost *= max(until - event.step, 0) / max(last_step(data), 1)

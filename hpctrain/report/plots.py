@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from hpctrain.report import charts
 from hpctrain.report.drawing import Chart
 from hpctrain.report.summary import Span
 from hpctrain.run.history import RunHistory, Series
+from hpctrain.system.quantities import VISIBLE_MFU
 
 NOT_METRICS = frozenset(("loss", "lr", "learning_rate", "samples_per_s", "tokens_per_s", "grad_norm", "mfu"))
 """Numbers of ``train`` events that are not metrics of the task."""
@@ -73,7 +74,7 @@ def line_sections(data: RunHistory, attempts: Sequence[Span]) -> list[ReportSect
         ("metrics", "Validation metrics", others, False),
         ("training_metrics", "Training metrics", trained, False),
         ("learning_rate", rate_title, {"learning rate": rate}, True),
-        ("mfu", "Model FLOPs utilisation", {"MFU": train.get("mfu")}, True),
+        ("mfu", "Model FLOPs utilisation, %", {"MFU (%)": utilisation(data)}, True),
         ("throughput", "Samples per second", {"samples per second": train.get("samples_per_s")}, True),
         ("tokens", "Tokens per second", {"tokens per second": train.get("tokens_per_s")}, True),
     ]
@@ -89,6 +90,14 @@ def line_sections(data: RunHistory, attempts: Sequence[Span]) -> list[ReportSect
             label = f"{unit_name} since the start"
             sections.append(line_section(f"{key}_time", f"{title} against time", timed, label, restarts))
     return sections
+
+
+def utilisation(data: RunHistory) -> Series | None:
+    """The MFU in percent; None if it is unknown or says nothing: of a short run, or always below VISIBLE_MFU."""
+    mfu = data.train.get("mfu")
+    if mfu is None or data.run.account.is_short or not np.any(mfu.value >= VISIBLE_MFU):
+        return None
+    return replace(mfu, value=100 * mfu.value)
 
 
 def phase_section(data: RunHistory) -> ReportSection | None:

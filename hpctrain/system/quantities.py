@@ -8,6 +8,8 @@ from collections.abc import Iterable
 
 SHARES = ("goodput", "mfu_median")
 """Fields that are fractions of a whole."""
+VISIBLE_MFU = 0.001
+"""Least utilisation of a device that is shown: below it, the model is a toy."""
 
 
 def positive(text: str) -> int:

@@ -12,7 +12,7 @@ from rich.text import Text
 from hpctrain.run.events import RankDevice
 from hpctrain.run.run_status import LiveRank, Word
 from hpctrain.system.foreign_text import line as clean
-from hpctrain.system.quantities import duration, number, size
+from hpctrain.system.quantities import VISIBLE_MFU, duration, number, size
 from hpctrain.watch.view import Measured, View
 
 STALE_S = 30.0
@@ -117,7 +117,7 @@ def _rates(view: View) -> Iterator[Text]:
         (f"{number(view.steps_per_s)} steps/s" if view.steps_per_s else "", ""),
         (f"{number(view.samples_per_s)} samples/s" if view.samples_per_s else "", ""),
         (f"{number(view.tokens_per_s)} tokens/s" if view.tokens_per_s else "", ""),
-        (f"{100 * view.mfu:.3g}% MFU" if view.mfu is not None else "", ""),
+        (f"{100 * view.mfu:.3g}% MFU" if view.mfu is not None and view.mfu >= VISIBLE_MFU else "", ""),
         (f"ends in {duration(view.end_in_s)}" if view.end_in_s is not None else "", "yellow" if late else ""),
         (f"time limit in {duration(view.limit_in_s)}" if view.limit_in_s is not None else "", "yellow" if late else ""),
         (f"last event {age(silence)}" if silence is not None else "", "yellow" if runs else "dim"),

@@ -22,6 +22,7 @@ from hpctrain.monitor.chief.slowness import COMPUTE
 from hpctrain.monitor.framing import Message
 from hpctrain.run.events import RankDevice, Straggler
 from hpctrain.run.run_status import LiveRank, LiveWindow
+from hpctrain.run.time_account import SHORT_S
 from hpctrain.system.files import write_atomically
 
 COLUMNS = 512
@@ -83,6 +84,8 @@ FRESH_S = 60.0
 """Age up to which host findings count as evidence."""
 LASTING_S = 30.0
 """Shortest duration of a finding that blames no rank for its end to be worth a line in the log."""
+OF_ALL = (Kind.ROTATING, Kind.GLOBAL)
+"""Findings about all ranks together, which the first steps of any run may show."""
 
 
 class Stragglers:
@@ -103,6 +106,9 @@ class Stragglers:
         """Monotonic time of each finding's confirmation, by the same key."""
         self.suspects: list[str] = []
         """Suspicions of the last window, in words."""
+        self.began = time.monotonic()
+        self.early: dict[Kind, Finding] = {}
+        """What the first SHORT_S showed about all ranks, by kind: the newest finding."""
         self.shown: Measures | None = None
         self.next_live = 0.0
 
@@ -130,7 +136,7 @@ class Stragglers:
 
     def decide(self, now: window.Window) -> list[NodeCommand]:
         """Judges one window and reports what it changed; returns commands to examine hosts of suspected ranks."""
-        verdicts = self.judge.judge(now)
+        verdicts = self.timely(self.judge.judge(now))
         if self.judge.measures is not None and self.judge.measures.window is now:
             self.heat.add(now.index, now.ranks, self.judge.measures.excess)
         self.suspects.clear()
@@ -140,6 +146,15 @@ class Stragglers:
             self.tell(replace(self.with_evidence(verdict), place=place))
         suspects = [rank for verdict in verdicts if verdict.state is FindingState.SUSPECT for rank in verdict.ranks]
         return [NodeCommand(node, Message("look")) for node in sorted({self.run.nodes[rank] for rank in suspects})]
+
+    def timely(self, found: list[Finding]) -> list[Finding]:
+        """Holds back findings about all ranks in the first SHORT_S; then adds those that have lasted."""
+        if time.monotonic() - self.began < SHORT_S:
+            self.early |= {each.kind: each for each in found if each.kind in OF_ALL}
+            return [each for each in found if each.kind not in OF_ALL]
+        lasted = [each for each in self.early.values() if each.state is FindingState.CONFIRMED]
+        self.early.clear()
+        return [*lasted, *found]
 
     def drop_cleared(self) -> None:
         """Removes findings none of whose ranks is slow any longer: ranks named together clear one by one."""

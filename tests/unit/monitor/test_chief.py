@@ -32,7 +32,7 @@ NODES = [0, 0, 1, 1, 2, 2, 3, 3]
 
 def chief_in(folder: Path, **config: Any) -> tuple[Chief, list[str]]:
     run = RunDir(folder)
-    run.monitor.mkdir()
+    run.monitor.mkdir(parents=True)
     said: list[str] = []
     return Chief(HOSTS, NODES, run, 1, MonitorConfig(**config), lambda text, _: said.append(text)), said
 
@@ -107,6 +107,33 @@ def test_the_end_of_a_finding_that_blames_no_rank_is_said_only_if_it_lasted(
     ends = [sentence for sentence in said if "fast" in sentence]
     assert ends == ["ranks are equally fast now", "rank 2 on n1 is as fast as its peers again"]
     assert [event["state"] for event in events_of(tmp_path)] == ["confirmed", "cleared"] * 3
+
+
+@pytest.mark.parametrize("kind", [Kind.ROTATING, Kind.GLOBAL])
+def test_what_the_first_minute_shows_of_all_ranks_is_said_only_if_it_lasts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
+) -> None:
+    """A training of 1.2 s was told that pauses on changing ranks cost 11% of its time."""
+    clock = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    chief, said = chief_in(tmp_path)
+    window = next(iter(traces.simulated(8, 640, np.random.default_rng(1)).windows()))
+
+    def judged(at: float, *found: Finding) -> list[str]:
+        clock[0], before = 1000.0 + at, len(said)
+        monkeypatch.setattr(chief.stragglers.judge, "judge", lambda _: list(found))
+        chief.stragglers.decide(window)
+        return said[before:]
+
+    confirmed = Finding(kind, FindingState.CONFIRMED, 1, cost=0.2, slowdown=0.2)
+    cleared = Finding(kind, FindingState.CLEARED, 2)
+    slow = Finding(Kind.RANK, FindingState.CONFIRMED, 1, (2,), ("n1",), slowdown=0.2, cost=0.1)
+    assert judged(1.0, confirmed) == [] and judged(2.0, cleared) == [] and judged(61.0) == [], "it did not last"
+    assert len(judged(62.0, confirmed, cleared)) == 1, "later, it is said at once"
+    clock[0] = 1000.0
+    chief, said = chief_in(tmp_path / "other")
+    assert [text[:16] for text in judged(30.0, confirmed, slow)] == ["rank 2 on n1 is "]
+    assert judged(59.0) == [] and len(judged(61.0)) == 1 and judged(70.0) == []
 
 
 def test_a_silent_node_does_not_stop_the_judging(tmp_path: Path) -> None:

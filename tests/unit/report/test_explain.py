@@ -137,13 +137,6 @@ def test_what_costs_most_is_said_first_whether_or_not_a_rank_is_to_blame() -> No
     assert answer.findings == ("30% of the time is spent waiting for data", "Rank 1 is slow")
 
 
-def test_pauses_of_a_short_run_on_changing_ranks_are_left_out() -> None:
-    pauses = slow(None, 0.6, kind="rotating", sentence="pauses", time=1.0)
-    for seconds, told in ((50.0, ()), (70.0, ("Pauses",))):
-        whole = Attempt(1, 1.0, 1.0 + seconds, verdict=RunVerdict(Action.FAIL, ExitCode.FAILURE, "no"))
-        assert explain(history(pauses, attempts=[whole])).findings == told
-
-
 def test_the_three_that_cost_most_are_told_once_each_worst_first() -> None:
     events = [slow(rank, cost) for rank, cost in ((2, 0.05), (1, 0.1), (2, 0.3), (3, 0.2), (4, 0.4))]
     assert findings(*events) == ["Rank 4 is slow", "Rank 2 is slow", "Rank 3 is slow"]
