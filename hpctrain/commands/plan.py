@@ -55,9 +55,8 @@ def show(found: Sequence[Footprint], reasons: Mapping[str, str], limit: int | No
     Console(width=WIDEST).print(table)
     foreign_text.show(f"\na checkpoint has {quantities.size(found[0].checkpoint)}")
     for plan_or_size, reason in reasons.items():
-        which = {PIPELINED: "in stages", "1": "with whole models"}
-        other = f"in groups of {plan_or_size}" if plan_or_size.isdecimal() else f"with shard: {plan_or_size}"
-        foreign_text.show(f"not {which.get(plan_or_size, other)}: {reason}")
+        kind = "tensor " if plan_or_size.isdecimal() else "" if plan_or_size == PIPELINED else "shard "
+        foreign_text.show(f"{kind}{plan_or_size} is not possible: {reason}")
 
 
 LARGEST_PIPELINE = 8

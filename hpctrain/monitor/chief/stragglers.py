@@ -84,8 +84,8 @@ FRESH_S = 60.0
 """Age up to which host findings count as evidence."""
 LASTING_S = 30.0
 """Shortest duration of a finding that blames no rank for its end to be worth a line in the log."""
-OF_ALL = (Kind.ROTATING, Kind.GLOBAL)
-"""Findings about all ranks together, which the first steps of any run may show."""
+OF_ALL = (Kind.ROTATING, Kind.IMBALANCE, Kind.GLOBAL)
+"""Findings about all ranks together, which the first steps of any run may show by chance."""
 
 
 class Stragglers:

@@ -109,7 +109,7 @@ def test_the_end_of_a_finding_that_blames_no_rank_is_said_only_if_it_lasted(
     assert [event["state"] for event in events_of(tmp_path)] == ["confirmed", "cleared"] * 3
 
 
-@pytest.mark.parametrize("kind", [Kind.ROTATING, Kind.GLOBAL])
+@pytest.mark.parametrize("kind", [Kind.ROTATING, Kind.IMBALANCE, Kind.GLOBAL])
 def test_what_the_first_minute_shows_of_all_ranks_is_said_only_if_it_lasts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
 ) -> None:
