@@ -35,6 +35,8 @@ def compare(runs: Sequence[RunHistory]) -> dict[str, Any]:
     results: dict[str, list[Any]] = {key: [summary[key] for summary in summaries] for key in RESULTS}
     for name in sorted({name for summary in summaries for name in summary["metrics"]}):
         results[name] = [summary["metrics"].get(name, {}).get("last") for summary in summaries]
+    accounts = [run.run.account for run in runs]
+    results["goodput"] = [None if account.is_short else account.goodput for account in accounts]
     names, paths = [str(summary["name"]) for summary in summaries], [str(run.run.path) for run in runs]
     return {
         "runs": names if len(set(names)) == len(names) else paths,

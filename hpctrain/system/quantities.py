@@ -6,7 +6,7 @@ import argparse
 import math
 from collections.abc import Iterable
 
-SHARES = ("goodput", "mfu_median")
+SHARES = ("goodput", "mfu_median", "cost", "slowdown")
 """Fields that are fractions of a whole."""
 VISIBLE_MFU = 0.001
 """Least utilisation of a device that is shown: below it, the model is a toy."""

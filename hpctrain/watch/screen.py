@@ -41,7 +41,7 @@ LEVELS = "▁▂▃▄▅▆▇█"
 
 def draw(view: View, width: int, height: int) -> list[Text]:
     """Draws the view in at most ``width`` columns and ``height`` lines; ranks get the lines that are left."""
-    head = [*_head(view, width), *_curves(view, width), *_checkpoint(view)]
+    head = [*_head(view, width), *_curves(view, width), *_checkpoint(view, width)]
     head += [*_phases(view, width), *_account(view, width)]
     foot = list(_foot(view, width))
     room = max(height - len(head) - len(foot), LEAST_RANKS + 1)
@@ -146,7 +146,7 @@ def _curve(line: Measured, width: int) -> Text:
     return text
 
 
-def _checkpoint(view: View) -> Iterator[Text]:
+def _checkpoint(view: View, width: int) -> Iterator[Text]:
     saved = view.checkpoint
     if saved is None:
         return
@@ -157,7 +157,7 @@ def _checkpoint(view: View) -> Iterator[Text]:
         f"written in {duration(saved.write_s)}" if saved.write_s is not None else "",
         f"stall {duration(saved.stall_s)}" if saved.stall_s is not None else "",
     ]
-    yield Text(f"{'checkpoint':<{LABEL}} " + ", ".join(part for part in parts if part))
+    yield from _wrapped(f"{'checkpoint':<{LABEL}} " + ", ".join(part for part in parts if part), width, "")
 
 
 def _phases(view: View, width: int) -> Iterator[Text]:

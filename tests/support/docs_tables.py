@@ -21,12 +21,13 @@ SUBJECTS = {
 
 
 def key_tables() -> str:
-    """All keys of the run file as Markdown tables, one for each section."""
+    """All keys of the run file as Markdown tables, one for each section, with an anchor for each key."""
     tables: dict[str, list[str]] = {}
     for (name, key), meaning in zip(keys().items(), meanings(), strict=True):
         default = "required" if key.default is None else f"`{key.default}`"
         section = name.partition(".")[0] if "." in name else "The run"
-        tables.setdefault(section, []).append(f"| `{name}` | {in_words(key.kind)} | {default} | {meaning} |\n")
+        anchored = f'<a id="{name}"></a>`{name}`'
+        tables.setdefault(section, []).append(f"| {anchored} | {in_words(key.kind)} | {default} | {meaning} |\n")
     head = "| key | type | default | meaning |\n|---|---|---|---|\n"
     return "\n".join(f"## {section}\n\n{head}{''.join(rows)}" for section, rows in tables.items())
 
