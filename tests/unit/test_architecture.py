@@ -365,7 +365,8 @@ def test_everything_that_is_printed_goes_through_one_function() -> None:
 SET_FROM_OUTSIDE = {
     *("grad", "data", "weight", "forward", "training", "deterministic", "atexit", "state", "no_wrap", "globals"),
     *("minimum_version", "check_hostname", "verify_mode"),
-    *("should_save", "should_training_stop"),  # how callbacks of the Hugging Face Trainer tell it what to do
+    # how callbacks of the Hugging Face Trainer tell it what to do
+    *("should_save", "should_training_stop", "load_best_model_at_end", "save_total_limit"),
     *("epilog", "overrides", "program", "extraction_filter", "_devices", "_timeout"),
     *("_value", "_shape", "keras_variable"),  # Keras variables get the tensors of a plan
     "unsharded_accumulated_grad",  # of FSDP2, which has no other way to say that a gradient is zero so far

@@ -38,7 +38,8 @@ def note_culprit(config: Config, run: RunDir) -> None:
             ours = [each for each in nodes.entries(time.time()) if (each.host, each.run) == (innocent, str(run.path))]
             _add(nodes, *(dataclasses.replace(entry, until=0.0) for entry in ours))
     if host is not None and attempts[-1].verdict is not None:
-        note(config, run, host, f"it is the only suspect in two failed attempts in a row: {attempts[-1].verdict.reason}", number)
+        reason = attempts[-1].verdict.reason
+        note(config, run, host, f"it is the only suspect in two failed attempts in a row: {reason}", number)
     if config.launch.slurm.bad_nodes == "shared":
         found = [entry for entry in bad_nodes.of_run(run).entries(time.time()) if entry.attempt == number]
         _add(bad_nodes.shared(), *found)
