@@ -50,7 +50,7 @@ def task(uses: list[str]) -> KerasTask:
     """A task with the features of these names."""
     has = {Feature[name] for name in uses}
     looks_up = bool(has & {Feature.ACCUMULATE, Feature.TRAIN_STEP})  # whether the model has a large embedding table
-    if Feature.FP32_MODEL in has:
+    if Feature.OWN_PRECISION in has:
         keras.config.set_dtype_policy("float32")
     images: list[Any] = [keras.Input((4, 4, 2)), layers.Conv2D(3, 3)]
     words: list[Any] = [keras.Input((5,), dtype="int32"), layers.Embedding(2**14, 2**4)]

@@ -141,6 +141,8 @@ def task(uses: list[str]) -> TorchTask:
     for model in models.values():
         if Feature.HALF_PARAMETERS in has:
             model.to(torch.bfloat16)
+        if Feature.OWN_PRECISION in has:
+            model.double()
         if Feature.MIXED_PARAMETERS in has:
             model.head.double()
         if Feature.META_INIT in has:

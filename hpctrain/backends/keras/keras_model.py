@@ -166,10 +166,11 @@ def optimizer_features(task: KerasTask, policy: str) -> dict[Feature, Any]:
     )
     # its own step multiplies the loss by the factor by which the optimizer divides gradients
     scaled |= not own and any(one.loss_scale_factor for one in optimizers)
+    follows = policy in {layer.dtype_policy.name for layer in task.model._flatten_layers()}
     given = {
-        Feature.FP32_MODEL: policy not in {layer.dtype_policy.name for layer in task.model._flatten_layers()},
         Feature.KERAS_SCHEDULE: any(own_learning_rate(one) is None for one in optimizers),
         Feature.LOSS_SCALE: scaled,
+        Feature.OWN_PRECISION: not follows and "no layer of the Keras model computes in it",
         Feature.RATE_HOOK: rate_hook(task.hooks),
         Feature.TASK_SCHEDULE: task.schedule is not None,
     }

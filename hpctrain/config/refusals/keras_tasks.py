@@ -57,10 +57,6 @@ ROWS: Rows = {
         "the task's schedule gives a factor for each parameter group",
         "return one number: a Keras optimizer has one learning rate",
     ),
-    (Trait.LOW_PRECISION, Feature.FP32_MODEL): (
-        "{0} but no layer of the Keras model computes in it",
-        "call keras.config.set_dtype_policy('mixed_bfloat16'), or 'mixed_float16' for fp16, before the model is made",
-    ),
     **{
         (Feature.KERAS_SCHEDULE, feature): (
             f"both the {whose}'s schedule and the Keras optimizer's own change the learning rate",

@@ -59,10 +59,6 @@ ROWS: Rows = {
         "different ranks",
         "keep it in buffers of the model, or change it in hooks and without PerRank",
     ),
-    (Feature.PIPELINE, Feature.COMPILE): (
-        "parallel.pipeline is {0}, and train.compile is true: ranks communicate inside the model",
-        "leave train.compile out",
-    ),
     (Feature.PIPELINE, Feature.CAPTURED_MODEL): (
         "parallel.pipeline is {0}, and {1} of the task holds the model or a part of it, but each rank has different "
         "layers: a penalty, for instance, would cover only this rank's part",

@@ -14,6 +14,11 @@ ROWS: Rows = {
         "the task made {0} on the meta device, but checkpoint.enabled is false, so it never gets values",
         "leave checkpoint.enabled out and set checkpoint.init_from; or make the model with values",
     ),
+    (Trait.LOW_PRECISION, Feature.OWN_PRECISION): (
+        "{0}, but {1}",
+        "give a PyTorch model parameters of 32 bits (model.float()); make a Keras model after "
+        "keras.config.set_dtype_policy('mixed_bfloat16'), or 'mixed_float16' for fp16",
+    ),
     # a stream, which has no length and one order
     (Feature.STREAM, Trait.COUNTS_EPOCHS): (
         "the training data of task {0} is a stream, which has no epochs, and {1}",

@@ -103,6 +103,7 @@ def model_features(
         Feature.MAX_NORM: next((name for name, table in found if table.max_norm is not None), None),
         Feature.MIXED_PARAMETERS: len(types) > 1 and " and ".join(sorted(types)),
         Feature.OWN_OPTIMIZER_STATE: unsuited,
+        Feature.OWN_PRECISION: types == {"float64"} and "it leaves parameters of 64 bits as they are",
         Feature.PARAMETER_HOOKS: next((name for name, one in model.named_parameters() if watched(one)), None),
         Feature.RANKS: ranks > 1 and ranks,
         Feature.SPARSE_ADAM: next(of_sparse_adam(model, parts), None),
