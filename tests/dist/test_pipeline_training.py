@@ -154,6 +154,15 @@ def test_dropout_differs_between_stages_and_goes_on_after_a_resume(found: Callab
     assert results["ended"]["drawn"] == results["noisy"]["drawn"]
 
 
+def test_layers_are_compiled_one_by_one(found: Callable[[], tuple[Path, Found]]) -> None:
+    """In fp32, where sums have another order."""
+    results = found()[1]
+    np.testing.assert_allclose(results["compiled"]["losses"], results["alone-eager"]["losses"], rtol=1e-6)
+    assert len(results["compiled"]["losses"]) == 2
+    assert results["compiled"]["advice"] == []
+    assert "train.compile finds no layer" in results["few"]["advice"][0]
+
+
 def test_half_precision_stays_near(found: Callable[[], tuple[Path, Found]]) -> None:
     results = found()[1]
     np.testing.assert_allclose(results["fp16"]["losses"], results["alone"]["losses"][:3], rtol=0.02)

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from hpctrain import StepResult, Training
 from hpctrain.checkpoint.format import layout
@@ -20,6 +23,7 @@ from tests.support.plan_runs import Watcher, predict
 from tests.tasks import pipeline_tasks
 
 EVERYONE = connect().everyone
+torch.compile = partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]  # the same graphs; no C++ compiler
 layout.LEAST_TILE_BYTES = 64  # tiles, as for large matrices
 WITH_NORMS: dict[str, Any] = {"task": "sequential", "task_args__norm": "true", "data__drop_last": "true"}
 """BatchNorm rejects a batch of a single sample."""
@@ -33,6 +37,12 @@ GATHERED: dict[str, Any] = {
 }
 LENT: dict[str, Any] = {"task": "counting", "train__global_batch": 3}
 """One rank has half of another's micro-batches; it computes the others' with it, between its own."""
+COMPILED: dict[str, Any] = {
+    "task": "tests.tasks.weighed_tasks:mlp",
+    "task_args__width": 16,
+    "task_args__depth": 4,
+    "train__compile": "true",
+}
 PLANS: dict[str, dict[str, Any]] = {
     "alone": {},
     "tp2": {"parallel__tensor": 2},
@@ -71,6 +81,7 @@ class Stages(Watcher):
         self.norms: list[float] = []
         self.drawn: list[dict[str, str]] = []
         self.ranks: list[Any] = []
+        self.advice: list[str] = []
 
     def after_step(self, training: Training, result: StepResult) -> None:
         super().after_step(training, result)
@@ -84,6 +95,7 @@ class Stages(Watcher):
     def after_fit(self, training: Training, reason: Any) -> None:
         framework, world = training.framework, training.world
         held = sum(one.numel() for one in framework.model.parameters())  # type: ignore[attr-defined]
+        self.advice = list(framework.facts.advice)
         own = [world.pipeline.rank, world.tensor.rank, framework.weights_hash(), held, framework.facts.reducer_name]
         self.ranks = EVERYONE.allgather(own, "compare the ranks")
 
@@ -119,6 +131,7 @@ def on_four_ranks(folder: Path) -> dict[str, Any]:
         "gathered": run(folder, "gathered", **two, **GATHERED),
         "chunks": run(folder, "chunks", **two, parallel__pipeline_chunks=3),
         "lent": run(folder, "lent", **two, **GATHERED | LENT, parallel__pipeline_chunks=2),
+        "compiled": run(folder, "compiled", 2, **two, **GATHERED | COMPILED | {"train__recompute": "[]"}),
         "held": run(folder, "held", **two, **GATHERED | {"task": "gpt"}),
         "auto": run(folder, "auto", **two, reduce__kind="auto", train__clip_norm="null"),
         "adagrad": run(folder, "adagrad", **two, task_args__optimizer="adagrad"),
@@ -137,7 +150,7 @@ def on_four_ranks(folder: Path) -> dict[str, Any]:
         ),
         "drifted": run(folder, "drifted", **two, drifts=True, train__clip_norm="null"),
         "astray": run(folder, "astray", steps=1, task="astray", **two),
-        "few": run(folder, "few", task="sequential", parallel__pipeline=4),
+        "few": run(folder, "few", task="sequential", parallel__pipeline=4, train__compile="true"),
     }
     predict(folder, "tp2-pp2", tensor=2, pipeline=2)
     cut = {"parallel__tensor": 2, "parallel__pipeline_chunks": 2}
@@ -168,6 +181,7 @@ def alone(folder: Path) -> dict[str, Any]:
         "alone-adagrad": run(folder, "alone-adagrad", task_args__optimizer="adagrad"),
         "alone-tied": run(folder, "alone-tied", task="tied"),
         "alone-lent": run(folder, "alone-lent", **LENT),
+        "alone-eager": run(folder, "alone-eager", 2, **COMPILED | {"train__compile": "false"}),
         "alone-norms": run(folder, "alone-norms", **WITH_NORMS),
         "alone-initial": run(folder, "alone-initial", steps=1, checkpoint__init_from=folder / "alone"),
         "chain-6": run(folder, "chain", task="methods"),

@@ -517,7 +517,7 @@ def keras_blocks(world: World, folder: Path) -> dict[str, Any]:
     importlib.import_module("keras")  # before the task, as hpctrain asks
     parts, task = parts_of(world), "tests.tasks.keras_blocks:numbered"
     tries = {"two": (2, PARAMETERS), "four": (4, PARAMETERS), "gradients": (4, GRADIENTS), "optimizer": (4, OPTIMIZER)}
-    tries["named"] = (2, ParallelConfig(shard="parameters", layers=("Block",)))
+    tries["named"] = (2, ParallelConfig(shard="parameters", layers=("Block",), offload=True))
     wanted_ids, wanted = attempt(parts[1], folder / "keras", WHOLE, task, UPDATES) if world.rank == 0 else ([], {})
     found: dict[str, Any] = {}
     for name, (size, parallel) in tries.items():

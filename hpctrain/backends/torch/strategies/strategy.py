@@ -151,6 +151,8 @@ class Prepared:
     """Compiles the loss."""
     uncompiled: Callable[[], AbstractContextManager[object]] = nullcontext
     """Context in which nothing is compiled, and what is compiled already runs as it was written."""
+    advice: Sequence[str] = ()
+    """What to say at the start; see train.framework.Facts."""
     close: Callable[[], object] = lambda: None
     """Closes exchanges that do not belong to the partition."""
 

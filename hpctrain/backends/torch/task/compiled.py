@@ -35,9 +35,13 @@ def planned(opening: Opening) -> Strategy | None:
 def compile_task(opening: Opening, prepared: Prepared) -> Prepared:
     """Compiles the repeated layers in place, or leaves the models to be compiled whole; and the loss."""
     mode = MODES[opening.config.train.compile_mode]
-    if mode == "reduce-overhead" and (opening.gathers or opening.world.tensor.size > 1):
-        mode = None  # CUDA graphs read parameters at fixed addresses, and make no exchanges that the monitor sees
+    by_layers = never_whole(opening)
+    if mode == "reduce-overhead" and (by_layers or opening.world.tensor.size > 1):
+        # CUDA graphs read parameters at fixed addresses, overwrite what they returned for other micro-batches, and make
+        # no exchanges that the monitor sees.
+        mode = None
     layers = [] if Feature.COMPILED_MODEL in opening.features else own_layers(opening)
+    advice = [NO_LAYER] if by_layers and not layers else []
     compile_layers(layers, mode)
     whole = functools.partial(torch.compile, mode=mode)
     if mode == "reduce-overhead" and opening.world.data.size == 1:  # with several ranks, sums have their own memory
@@ -45,21 +49,32 @@ def compile_task(opening: Opening, prepared: Prepared) -> Prepared:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(keep_gradient)
     eager = functools.partial(torch.compiler.set_stance, "force_eager")
-    compiles = identity if layers or opening.gathers else whole  # a gather would break the graph of a whole model
-    return dataclasses.replace(prepared, compile_model=compiles, compile_loss=whole, uncompiled=eager)
+    compiles = identity if layers or by_layers else whole
+    return dataclasses.replace(prepared, compile_model=compiles, compile_loss=whole, uncompiled=eager, advice=advice)
+
+
+NO_LAYER = (
+    "train.compile finds no layer to compile: with parallel.pipeline, or with parallel.shard: parameters or gradients, "
+    "it compiles blocks of a class of which a PyTorch model has several, each by itself"
+)
+
+
+def never_whole(opening: Opening) -> bool:
+    """Whether a whole model would be no single graph: it is gathered by layers, or each rank has some of them."""
+    return opening.gathers or opening.world.pipeline.size > 1
 
 
 def own_layers(opening: Opening) -> list[Module]:
     """Layers to compile one by one; empty if models are to be compiled whole.
 
     Models are compiled whole on one rank, which exchanges nothing, and for CUDA graphs, which pay for models so small
-    that launching kernels takes longer than computing. Layers that recompute or are gathered are always compiled one by
-    one.
+    that launching kernels takes longer than computing. Layers that recompute, are gathered or are in a pipeline are
+    always compiled one by one.
     """
     train, model = opening.config.train, opening.model
     recomputing = [layer for _, layer in named_layers(model, train.recompute)]
     as_whole = opening.world.data.size == 1 or train.compile_mode == "reduce-overhead"
-    if as_whole and not recomputing and not opening.gathers:
+    if as_whole and not recomputing and not never_whole(opening):
         return []
     return list(apart(recomputing, repeated(layers_of(model, opening.config.parallel.layers))))
 

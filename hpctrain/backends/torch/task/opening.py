@@ -276,7 +276,8 @@ def assembled(
         layout=layout_of(model, partition),
         shared=shared_buffers(model),
     )
-    return TorchFramework(parts, program, evaluator, source, prepared, advice_on(train, model, compute.device))
+    advice = [*advice_on(train, model, compute.device), *prepared.advice]
+    return TorchFramework(parts, program, evaluator, source, prepared, advice)
 
 
 MADE = "the task made it on the meta device"

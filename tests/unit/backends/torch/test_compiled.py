@@ -103,9 +103,9 @@ def test_buckets_leave_while_later_layers_still_run_backward() -> None:
     assert whole == [0, 0, 0, 0], "if this fails, models need not be compiled by layers any more"
 
 
-def layers(model: nn.Module, ranks: int = 2, **train: Any) -> list[nn.Module]:
+def layers(model: nn.Module, ranks: int = 2, stages: int = 1, **train: Any) -> list[nn.Module]:
     config = TrainConfig(steps=1, global_batch=4, compile=True, **train)
-    world = SimpleNamespace(data=SimpleNamespace(size=ranks))
+    world = SimpleNamespace(data=SimpleNamespace(size=ranks), pipeline=SimpleNamespace(size=stages))
     settings = SimpleNamespace(train=config, parallel=ParallelConfig())
     opening: Any = SimpleNamespace(config=settings, model=model, world=world, gathers=False)
     return own_layers(opening)
@@ -115,6 +115,7 @@ def test_repeated_layers_are_compiled_one_by_one_if_something_is_exchanged() -> 
     net = Net()
     assert layers(net) == list(net.blocks)
     assert layers(net, ranks=1) == layers(net, compile_mode="reduce-overhead") == []
+    assert layers(net, ranks=1, stages=2) == list(net.blocks), "each rank calls some of them"
     assert layers(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))) == [], "too small to be compiled alone"
 
 
