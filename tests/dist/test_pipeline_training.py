@@ -160,7 +160,7 @@ def test_layers_are_compiled_one_by_one(found: Callable[[], tuple[Path, Found]])
     np.testing.assert_allclose(results["compiled"]["losses"], results["alone-eager"]["losses"], rtol=1e-6)
     assert len(results["compiled"]["losses"]) == 2
     assert results["compiled"]["advice"] == []
-    assert "train.compile finds no layer" in results["few"]["advice"][0]
+    assert "train.compile finds no layer" in results["norms"]["advice"][0]
 
 
 def test_half_precision_stays_near(found: Callable[[], tuple[Path, Found]]) -> None:

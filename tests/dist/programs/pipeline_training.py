@@ -136,7 +136,7 @@ def on_four_ranks(folder: Path) -> dict[str, Any]:
         "auto": run(folder, "auto", **two, reduce__kind="auto", train__clip_norm="null"),
         "adagrad": run(folder, "adagrad", **two, task_args__optimizer="adagrad"),
         "tied": run(folder, "tied", task="tied", **two),
-        "norms": run(folder, "norms", parallel__pipeline=4, **WITH_NORMS),
+        "norms": run(folder, "norms", parallel__pipeline=4, train__compile="true", **WITH_NORMS),
         "fp16": run(folder, "fp16", steps=3, **two, task_args__dtype="float32", train__precision="fp16"),
         "noisy": run(folder, "noisy", steps=3, **two, task_args__dropout=0.5),
         "begun": run(folder, "noisy-again", steps=2, **two, task_args__dropout=0.5),
@@ -150,7 +150,7 @@ def on_four_ranks(folder: Path) -> dict[str, Any]:
         ),
         "drifted": run(folder, "drifted", **two, drifts=True, train__clip_norm="null"),
         "astray": run(folder, "astray", steps=1, task="astray", **two),
-        "few": run(folder, "few", task="sequential", parallel__pipeline=4, train__compile="true"),
+        "few": run(folder, "few", task="sequential", parallel__pipeline=4),
     }
     predict(folder, "tp2-pp2", tensor=2, pipeline=2)
     cut = {"parallel__tensor": 2, "parallel__pipeline_chunks": 2}
