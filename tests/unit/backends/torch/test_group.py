@@ -7,9 +7,12 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from hpctrain.backends.torch import process_groups
 from hpctrain.backends.torch.process_groups import (
@@ -90,3 +93,36 @@ def test_nccl_uses_the_network_that_the_hosts_meet_on(
     monkeypatch.setattr(group, "allgather", lambda mine, what: [mine, ["10.4.0.2"]])
     use_shared_network(World(group, group, group, node=0, nodes=nodes, host="here"), torch.device("cuda"))
     assert os.environ.pop(INTERFACE, None) == found
+
+
+class OldGloo:
+    """Gloo's process group as PyTorch 2.6 has it, whose options have no name of the group."""
+
+    class _Options:
+        __slots__ = ("_devices", "_timeout")
+
+    create_device = staticmethod(lambda hostname: hostname)
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        self.options = options
+
+
+def test_gloo_of_pytorch_2_6_opens_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_groups.dist, "ProcessGroupGloo", OldGloo)
+    opened: Any = process_groups.gloo("10.4.0.1", None, 0, 2, timedelta(seconds=1), "data", [0, 1])  # type: ignore[arg-type]
+    assert opened.options._devices == ["10.4.0.1"]
+
+
+@pytest.mark.parametrize(("version", "newer"), [("2.7.1", False), ("2.8.0", True), ("2.13.0+cpu", True)])
+def test_a_store_listens_on_an_open_socket_in_every_pytorch(
+    version: str, newer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newer kind of store refuses one in PyTorch 2.6 and 2.7, and the first rank then hangs."""
+    kinds: list[bool] = []
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    monkeypatch.setattr(process_groups.dist, "TCPStore", lambda *_, use_libuv, **__: kinds.append(use_libuv))
+    monkeypatch.setattr(process_groups.dist, "PrefixStore", lambda name, store: store)
+    monkeypatch.setattr(process_groups, "meeting_address", lambda *_: "127.0.0.1")
+    with pytest.raises(AssertionError, match="agreed"):  # the made store is none
+        process_groups.meet(Group("alone"), "data")
+    assert kinds == [newer]
