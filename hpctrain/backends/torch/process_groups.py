@@ -272,8 +272,10 @@ class ProcessGroup:
         if not self.users:
             del OPEN[self.group]
             accelerator.synchronize(self.device)
-            end = getattr(self.ranks, "shutdown", None) or getattr(self.ranks, "_shutdown", lambda: None)
-            end()  # PyTorch 2.6 has the second name for NCCL, and none for gloo
+            for name in ("shutdown", "_shutdown"):  # PyTorch 2.6 has the second one for NCCL, and none for gloo
+                if hasattr(self.ranks, name):
+                    getattr(self.ranks, name)()
+                    break
 
     def sum(self, values: Tensor, what: str) -> Callable[[], None]:
         """Starts a sum over the ranks, in place; returns a function that waits for it: on a GPU, its stream alone.
