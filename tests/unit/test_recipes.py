@@ -121,6 +121,8 @@ def test_images_begin_with_a_system_and_copy_what_is_there() -> None:
     assert [command for command in built if command not in post] == []
     for section in ("%post", "%environment", "%test", "%runscript"):
         assert f"\n{section}\n" in definition
+    # an image cannot be written to, and doctor asks for a run folder that can
+    assert re.search(r"(?m)^%test\n    cd /tmp$", definition)
 
 
 def test_every_test_that_security_names_is_there() -> None:
