@@ -116,6 +116,11 @@ class Hosts:
         """Number of ranks on each host."""
         return self.config.launch.ranks_per_node or 1
 
+    @property
+    def agent(self) -> list[str]:
+        """Command that calls the shell, from whose folder a hardened system may run no program (``noexec``)."""
+        return ["/bin/sh", str(self.shell)]
+
     def without(self, out: Collection[str]) -> list[str] | None:
         """Returns the hosts to use if these are left out; None if there are too few."""
         return choose(self.config.launch.hosts, out, self.config)
@@ -130,7 +135,7 @@ class Hosts:
         option, kind = "--mca", "rsh"
         if self.mpirun.flavour is Flavour.OPEN_MPI_5:
             option, kind = "--prtemca", "ssh"
-        agent = [option, f"plm_{kind}_agent", str(self.shell)]
+        agent = [option, f"plm_{kind}_agent", " ".join(self.agent)]
         own_daemons = [option, f"plm_{kind}_no_tree_spawn", "1"]  # started by mpirun: only this machine has the shell
         return [*words, *places, *agent, *own_daemons]
 
@@ -184,7 +189,8 @@ class Hosts:
     def answers(self, host: str) -> bool:
         """Whether a command can be run on a host."""
         try:
-            done = subprocess.run([self.shell, host, "true"], stdin=subprocess.DEVNULL, capture_output=True, timeout=15)
+            words = [*self.agent, host, "true"]
+            done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=15)
         except subprocess.TimeoutExpired:
             return False
         return done.returncode == 0

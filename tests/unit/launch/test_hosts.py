@@ -66,7 +66,15 @@ def test_the_command_reaches_what_runs_no_shell_and_what_runs_one_more(tmp_path:
 def test_mpirun_is_told_hosts_shell_and_variables(tmp_path: Path, flavour: Flavour, agent: list[str]) -> None:
     words = hosts(tmp_path, flavour).words({"A": "b"})
     assert words[:3] == ["mpirun", "-n", "4"] and "10.0.0.1:2,10.0.0.2:2" in words
-    assert " ".join([*agent, f"{tmp_path}/shell"]) in " ".join(words) and " -x A " in " ".join(words)
+    assert [*agent, f"/bin/sh {tmp_path}/shell"] == words[(at := words.index(agent[1]) - 1) : at + 3]
+    assert " -x A " in " ".join(words)
+
+
+def test_the_shell_may_be_where_nothing_is_executed(tmp_path: Path) -> None:
+    place = hosts(tmp_path)
+    (tmp_path / "up-n1").touch()
+    place.shell.chmod(0o600)
+    assert place.answers("n1") and not place.answers("n2")
 
 
 def test_a_lost_host_gives_way_to_the_spare_one(tmp_path: Path) -> None:
