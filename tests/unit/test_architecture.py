@@ -70,7 +70,7 @@ TOKENS: dict[str, int] = {
     "track": 6454,
     "rank": 15614,
     "programs": 4854,
-    "launch": 50351,
+    "launch": 50381,
     "report": 11416,
     "callbacks": 932,
     "watch": 4688,
