@@ -50,7 +50,7 @@ def retry(call: Callable[[], T], again: type[E], pauses_s: Iterable[float], paus
 
 
 class StaysDown(StoreDown):
-    """A file server was waited for in vain; nobody waits again."""
+    """A file server was waited for in vain; no one waits again."""
 
 
 def files_patiently(use: Callable[[], T]) -> T:
