@@ -25,8 +25,8 @@ sums several of them faster than 80 MB at once); and the part of a message below
 TORCH_MESSAGE_BYTES = 2**22
 """The same for PyTorch, whose sums need not be joined: 2 ms of a step with 23 MB of gradients."""
 APART_BYTES = 2**20
-"""Between CPUs of one node: gradients of PyTorch of this size are messages of their own, summed where autograd left
-them. A copy takes 0.16 ms per MiB, one more message 0.04 ms."""
+"""Between CPUs of one node: gradients of PyTorch of this size are separate messages, summed where autograd left them.
+A copy takes 0.16 ms per MiB, one more message 0.04 ms."""
 NICENESS = 5
 """Added to the niceness of Horovod's thread on CPUs. With 19, a Keras model of 18 M weights took 5% longer on an idle
 machine, and others several times as long next to a busy process; with 0, a recurrent PyTorch model took 2% longer."""
@@ -55,7 +55,7 @@ class Lease:
         return self.most(elements, itemsize) // (JOINED if self.cuts else 1)
 
     def apart(self, elements: int, itemsize: int) -> int:
-        """Elements from which a tensor of such a sum is a message of its own, summed where it is (PyTorch on CPUs)."""
+        """Elements from which a tensor of such a sum is a separate message, summed where it is (PyTorch on CPUs)."""
         least = APART_BYTES if self.cuts else TORCH_MESSAGE_BYTES
         return max(least // itemsize, 2 * elements // MOST_MESSAGES)
 

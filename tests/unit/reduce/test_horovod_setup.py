@@ -72,8 +72,6 @@ def test_messages_are_cut_for_caches_but_not_into_more_than_horovod_remembers(
 
 
 @pytest.mark.parametrize(("cuts", "elements", "apart"), [(True, 100, 2**18), (False, 100, 2**20), (True, 2**30, 2**22)])
-def test_gradients_of_a_mebibyte_are_messages_of_their_own_but_no_more_than_half_of_all(
-    cuts: bool, elements: int, apart: int
-) -> None:
+def test_gradients_of_a_mebibyte_are_separate_messages_up_to_a_limit(cuts: bool, elements: int, apart: int) -> None:
     module: Any = None
     assert horovod_setup.Lease(module, 0, cuts).apart(elements, 4) == apart
