@@ -171,17 +171,17 @@ def named(path: Path) -> Iterator[str]:
                 yield name
 
 
-def test_every_room_is_on_the_map() -> None:
+def test_every_room_is_on_the_map():
     assert {room_of(module) for module in FILES} == set(ROOMS)
 
 
-def test_contributors_are_told_what_every_room_owns() -> None:
+def test_contributors_are_told_what_every_room_owns():
     table = re.findall(r"(?m)^\| (`.*?`) \|", (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8"))
     told = {room for row in table for room in re.findall(r"`(\w+)/", row)}
     assert {folder.parent.name for folder in PACKAGE.glob("*/__init__.py")} - told == set()
 
 
-def test_contributors_find_the_files_that_are_named() -> None:
+def test_contributors_find_the_files_that_are_named():
     """A bare file name is in the folder of the path before it."""
     page = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
     folder, missing = PACKAGE, []
@@ -194,7 +194,7 @@ def test_contributors_find_the_files_that_are_named() -> None:
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_what_the_map_says(room: str) -> None:
+def test_a_room_imports_what_the_map_says(room):
     found = {
         room_of(other): f"{module} imports {other}"
         for module, path in FILES.items()
@@ -230,7 +230,7 @@ def weight(path: Path) -> int:
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_a_room_keeps_its_budget_of_tokens(room: str) -> None:
+def test_a_room_keeps_its_budget_of_tokens(room):
     count = sum(weight(path) for module, path in FILES.items() if room_of(module) == room)
     assert count <= TOKENS[room], f"{room}/ has {count} tokens: see TOKENS, which says how to raise its budget"
 
@@ -244,7 +244,7 @@ SHARED = ("jobs", "scheduler", "schedulers", "unread", "run_encoded")
 """Files there that engines share."""
 
 
-def test_an_engine_is_in_one_place_and_small() -> None:
+def test_an_engine_is_in_one_place_and_small():
     folder = PACKAGE / "launch" / "engines"
     places = {name: [*(folder / name).rglob("*.py"), *folder.glob(f"{name}.py")] for name in (*ENGINES, *SHARED)}
     counts = {name: sum(map(weight, files)) for name, files in places.items()}
@@ -252,12 +252,12 @@ def test_an_engine_is_in_one_place_and_small() -> None:
     assert sum(counts.values()) + sum(map(weight, (PACKAGE / "launch" / "runners").glob("*.py"))) <= 17300
 
 
-def test_commands_about_jobs_know_no_engine_by_name() -> None:
+def test_commands_about_jobs_know_no_engine_by_name():
     words = {word.value for word in nodes(PACKAGE / "commands" / "jobs.py") if isinstance(word, ast.Constant)}
     assert words & {*typing.get_args(sections.Engine)} == set()
 
 
-def test_one_name_is_one_file_and_one_class() -> None:
+def test_one_name_is_one_file_and_one_class():
     """Commands, benchmarks and callbacks are named by what people type, events and keys by what is in files."""
     own = {module: path for module, path in FILES.items() if room_of(module) not in ("commands", "bench", "callbacks")}
     files = Counter(path.stem for path in own.values() if path.name != "__init__.py")
@@ -271,11 +271,11 @@ def test_one_name_is_one_file_and_one_class() -> None:
     assert [name for name, count in (*files.items(), *classes.items()) if count > 1] == []
 
 
-def test_the_map_has_no_circle() -> None:
+def test_the_map_has_no_circle():
     TopologicalSorter({room: set(others.split()) for room, others in ROOMS.items()}).prepare()
 
 
-def test_what_other_rooms_import_is_told_at_the_front_door() -> None:
+def test_what_other_rooms_import_is_told_at_the_front_door():
     untold = {
         f"{door} does not name {name}, which {module} imports"
         for module, path in FILES.items()
@@ -287,7 +287,7 @@ def test_what_other_rooms_import_is_told_at_the_front_door() -> None:
     assert not untold
 
 
-def test_no_two_files_import_each_other() -> None:
+def test_no_two_files_import_each_other():
     """A package's front door may name the modules behind it: it loads them when they are asked for."""
     graph = {
         module: {other for other in ours(path) if other != module}
@@ -300,7 +300,7 @@ def test_no_two_files_import_each_other() -> None:
         pytest.fail(f"a circle of imports: {' -> '.join(error.args[1])}")
 
 
-def test_every_file_of_refusals_is_in_the_table() -> None:
+def test_every_file_of_refusals_is_in_the_table():
     rows = [getattr(importlib.import_module(module), "ROWS", {}) for module in FILES if ".refusals." in module]
     assert (
         len(rows) > 1
@@ -310,7 +310,7 @@ def test_every_file_of_refusals_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("library", HEAVY)
-def test_heavy_libraries_stay_in_their_files(library: str) -> None:
+def test_heavy_libraries_stay_in_their_files(library):
     wrong = [
         f"{module} imports {other}"
         for module, path in FILES.items()
@@ -320,7 +320,7 @@ def test_heavy_libraries_stay_in_their_files(library: str) -> None:
     assert not wrong
 
 
-def test_nothing_is_unpickled() -> None:
+def test_nothing_is_unpickled():
     unsafe = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "multiprocessing"}
     wrong = [
         f"{module} imports {other}"
@@ -331,7 +331,7 @@ def test_nothing_is_unpickled() -> None:
     assert not wrong
 
 
-def test_our_own_python_processes_have_one_way_to_start() -> None:
+def test_our_own_python_processes_have_one_way_to_start():
     """-m and -c alone would run what lies in the current folder."""
     wrong = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}"
@@ -351,7 +351,7 @@ OWN_OUTPUT = {"launch/attempt.py", "monitor/rank_monitor.py"}
 """Those that pass on, as they come, what the launcher and the monitor's agent of the very run say."""
 
 
-def test_everything_that_is_printed_goes_through_one_function() -> None:
+def test_everything_that_is_printed_goes_through_one_function():
     wrong = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}"
         for path in FILES.values()
@@ -390,7 +390,7 @@ SET_FROM_OUTSIDE = {
 """Attributes of libraries' objects; one that users set, too; and those of records that one file makes for itself."""
 
 
-def test_nobody_sets_an_attribute_of_another_object() -> None:
+def test_nobody_sets_an_attribute_of_another_object():
     wrong = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
         for path in FILES.values()
@@ -407,7 +407,7 @@ WIRING = {"__init__", "bench", "commands", "config", "doctor", "launch", "rank"}
 """Rooms that read a whole run file to start something. Others get a section of it, or plain values."""
 
 
-def test_rooms_get_their_section_of_the_run_file() -> None:
+def test_rooms_get_their_section_of_the_run_file():
     wrong = {
         module_of(path)
         for path in FILES.values()
@@ -428,7 +428,7 @@ READERS = (
 """Files whose readings of run folders and run files go through system/safe_read."""
 
 
-def test_run_folders_are_read_with_bounds() -> None:
+def test_run_folders_are_read_with_bounds():
     wrong = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)[:80]}"
         for path in FILES.values()
@@ -443,7 +443,7 @@ FILES_OF_A_RUN = ("events.jsonl", "run.json", "run.yaml", "run.lock", "live.json
 FOLDERS_OF_A_RUN = ("monitor", "ranks", "attempts", "checkpoints", "logs")
 
 
-def test_the_files_of_a_run_folder_are_known_in_its_room_alone() -> None:
+def test_the_files_of_a_run_folder_are_known_in_its_room_alone():
     wrong = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)[:80]}"
         for module, path in FILES.items()
@@ -473,7 +473,7 @@ def reads(call: ast.Call) -> bool:
     )
 
 
-def test_the_command_line_loads_no_framework_and_no_mpi() -> None:
+def test_the_command_line_loads_no_framework_and_no_mpi():
     program = (
         "import sys, importlib; from hpctrain.cli import COMMANDS\n"
         "for command in COMMANDS.values(): importlib.import_module(command.module)\n"

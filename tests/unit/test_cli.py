@@ -1,32 +1,24 @@
 """What the command line makes of errors."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
-from typing import NoReturn
 
 import pytest
 
 from hpctrain import cli
 
 
-def test_a_home_that_is_not_set_is_looked_up(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_home_that_is_not_set_is_looked_up(monkeypatch, capsys):
     """mpirun ended with 'Unable to get the user home directory'."""
     monkeypatch.delenv("HOME")
     cli.main([])
     assert os.path.isabs(os.environ["HOME"])
 
 
-def test_a_framework_that_is_not_installed_is_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_framework_that_is_not_installed_is_one_sentence(monkeypatch, capsys):
     """``ckpt export -o x.pt`` and ``plan`` ended with a traceback."""
 
-    def refused(name: str) -> int:
-        def dispatch(words: list[str]) -> NoReturn:
+    def refused(name):
+        def dispatch(words):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
         monkeypatch.setattr(cli, "dispatch", dispatch)
@@ -38,10 +30,8 @@ def test_a_framework_that_is_not_installed_is_one_sentence(
         refused("own")
 
 
-def test_a_run_of_somebody_else_is_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refused(words: list[str]) -> NoReturn:
+def test_a_run_of_somebody_else_is_one_sentence(monkeypatch, capsys):
+    def refused(words):
         raise PermissionError(13, "Permission denied", "/runs/ann/run.json")
 
     monkeypatch.setattr(cli, "dispatch", refused)
@@ -49,9 +39,7 @@ def test_a_run_of_somebody_else_is_one_sentence(
     assert capsys.readouterr().err.startswith("hpctrain: /runs/ann/run.json: Permission denied\n  fix: ")
 
 
-def test_a_closed_output_and_a_deleted_folder_are_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_closed_output_and_a_deleted_folder_are_one_sentence(monkeypatch, capsys, tmp_path):
     """Both ended with a traceback, in the middle of a start."""
     with monkeypatch.context() as closed:
         closed.setattr("sys.stdout", None)
@@ -65,6 +53,6 @@ def test_a_closed_output_and_a_deleted_folder_are_one_sentence(
     assert capsys.readouterr().err.startswith("hpctrain: the working folder has been deleted\n  fix: ")
 
 
-def test_the_spelling_of_mpirun_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_spelling_of_mpirun_is_told(capsys):
     assert cli.main(["run", "-np", "2", "run.yaml"]) == 64
     assert "write -n, as in hpctrain run -n 2" in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """What `make torture` leaves out is in the code, exactly once, and so are the modules that `make mutants` changes."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 
@@ -10,7 +8,7 @@ from tests.mutants.collectives import changed, listed
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_exchange_that_is_left_out_is_there() -> None:
+def test_every_exchange_that_is_left_out_is_there():
     every = listed()
     assert len({one.name for one in every}) == len(every) >= 40
     for one in every:
@@ -19,7 +17,7 @@ def test_every_exchange_that_is_left_out_is_there() -> None:
         assert (ROOT / one.tests[0].partition("::")[0]).exists()
 
 
-def test_the_modules_that_decide_and_their_tests_are_there() -> None:
+def test_the_modules_that_decide_and_their_tests_are_there():
     modules = tomllib.loads((ROOT / "tests/mutants/modules.toml").read_text(encoding="utf-8"))
     tests = [word.partition("::")[0] for words in modules.values() for word in words if word.startswith("tests/")]
     files = [*modules, *tests]

@@ -19,7 +19,7 @@ def archive(path: Path, names: list[str], seconds: int) -> None:
             made.addfile(member, io.BytesIO(name.encode()))
 
 
-def test_times_owners_and_order_of_an_archive_are_not_kept(tmp_path: Path) -> None:
+def test_times_owners_and_order_of_an_archive_are_not_kept(tmp_path):
     repack = runpy.run_path(str(ROOT / "env/dist.py"))["repack"]
     one, other = tmp_path / "one.tar.gz", tmp_path / "other.tar.gz"
     archive(one, ["a", "b/c"], 1)

@@ -43,7 +43,7 @@ def caused(error: BaseException, cause: BaseException) -> BaseException:
         (ValueError("the loss of nanotubes"), Code.EXCEPTION),
     ],
 )
-def test_every_error_has_a_code(error: BaseException, code: Code) -> None:
+def test_every_error_has_a_code(error, code):
     assert code_of(error) is code
 
 
@@ -58,11 +58,11 @@ def test_every_error_has_a_code(error: BaseException, code: Code) -> None:
         ("", Code.EXCEPTION),
     ],
 )
-def test_the_last_line_of_a_programs_traceback_has_a_code(line: str, code: Code) -> None:
+def test_the_last_line_of_a_programs_traceback_has_a_code(line, code):
     assert code_of_text(line) is code
 
 
-def test_the_cause_of_an_error_is_more_precise_than_a_general_code() -> None:
+def test_the_cause_of_an_error_is_more_precise_than_a_general_code():
     full = OSError(errno.ENOSPC, "x")
     assert code_of(caused(RunFailed("cannot write a file", "free space"), full)) is Code.DISK_FULL
     assert code_of(caused(UserError("a", "b"), caused(RunFailed("c", "d"), full))) is Code.DISK_FULL
@@ -70,7 +70,7 @@ def test_the_cause_of_an_error_is_more_precise_than_a_general_code() -> None:
     assert code_of(caused(UserError("a", "b"), ValueError())) is Code.USER_ERROR
 
 
-def test_a_copy_of_an_error_keeps_its_code() -> None:
+def test_a_copy_of_an_error_keeps_its_code():
     error: HpctrainError = copy.copy(NoRequeue("a", "b", Code.NAN))
     assert (error.what, error.fix, error.code) == ("a", "b", Code.NAN)
 
@@ -79,11 +79,11 @@ def test_a_copy_of_an_error_keeps_its_code() -> None:
     ("value", "code"),
     [("nan", Code.NAN), ("of a later version", Code.UNKNOWN), (None, Code.UNKNOWN), ([], Code.UNKNOWN)],
 )
-def test_records_without_a_code_that_is_known(value: object, code: Code) -> None:
+def test_records_without_a_code_that_is_known(value, code):
     assert Code.read(value) is code
 
 
-def test_a_call_of_sys_exit_in_the_users_code_is_an_error_that_names_its_line() -> None:
+def test_a_call_of_sys_exit_in_the_users_code_is_an_error_that_names_its_line():
     """``hpctrain doctor`` of a file that parses its own arguments ended without a word."""
     with pytest.raises(UserError, match=r"sys.exit\(2\) was called \(test_errors.py:\d+"), blamed("f", ""):
         sys.exit(2)

@@ -1,7 +1,5 @@
 """Front doors of rooms tell what is behind them, and cost nothing."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
@@ -28,7 +26,7 @@ LIGHT = [
 
 
 @pytest.mark.parametrize("room", DOORS, ids=str)
-def test_a_name_is_imported_from_the_file_that_defines_it(room: Path) -> None:
+def test_a_name_is_imported_from_the_file_that_defines_it(room):
     door = ast.parse((PACKAGE / room / "__init__.py").read_text(encoding="utf-8"))
     assert ast.get_docstring(door)
     ours = [
@@ -38,7 +36,7 @@ def test_a_name_is_imported_from_the_file_that_defines_it(room: Path) -> None:
 
 
 @pytest.mark.parametrize("module", LIGHT)
-def test_a_light_module_loads_no_format_no_framework_and_no_mpi(module: str) -> None:
+def test_a_light_module_loads_no_format_no_framework_and_no_mpi(module):
     heavy = "{'h5py', 'torch', 'tensorflow', 'keras', 'horovod', 'mpi4py'}"
     program = f"import sys, {module}; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)

@@ -1,7 +1,5 @@
 """Values of the modules that decide are frozen: nobody changes what others hold."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 
@@ -22,7 +20,7 @@ MODULES = (
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_dataclasses_are_frozen(name: str) -> None:
+def test_dataclasses_are_frozen(name):
     module = importlib.import_module(f"hpctrain.{name}")
     found = [
         each

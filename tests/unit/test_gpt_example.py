@@ -30,7 +30,7 @@ def drawn(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def test_rotary_positions_tell_distances_alone() -> None:
+def test_rotary_positions_tell_distances_alone():
     query, key = (drawn(1, 4)[0] for _ in range(2))
     scores = rotate(query.expand(9, 4)) @ rotate(key.expand(9, 4)).T
     for distance in range(-8, 9):
@@ -40,7 +40,7 @@ def test_rotary_positions_tell_distances_alone() -> None:
     torch.testing.assert_close(rotate(query.expand(9, 4)).norm(dim=-1), query.norm().expand(9), rtol=0, atol=1e-12)
 
 
-def test_each_head_of_keys_serves_its_group_of_queries() -> None:
+def test_each_head_of_keys_serves_its_group_of_queries():
     block = Block(16, 4, 2, 8, True, nn.RMSNorm)
     qkv = drawn(3, 5, 2, 4, 4)  # [n, t, groups, queries key value, head width]
     heads = []
@@ -61,7 +61,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_no_token_sees_those_behind_it(tokens: str, options: dict[str, Any]) -> None:
+def test_no_token_sees_those_behind_it(tokens, options):
     model = task(tokens, width=16, blocks=2, **options).model
     words = torch.arange(12).reshape(1, 12)
     before = model(words)
@@ -75,14 +75,14 @@ def test_no_token_sees_those_behind_it(tokens: str, options: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("options", OPTIONS[::2], ids=str)
-def test_all_matrices_are_cut(tokens: str, options: dict[str, Any], ranks: int) -> None:
+def test_all_matrices_are_cut(tokens, options, ranks):
     made = task(tokens, width=16, blocks=2, **options)
     cut = {id(one.layer) for one in layers_to_cut(made.model, made.tensor, ranks)}
     layers = [one for one in made.model.modules() if isinstance(one, (nn.Linear, nn.Embedding))]
     assert cut == set(map(id, layers))
 
 
-def test_its_loss_and_metric_are_of_the_next_token(tokens: str) -> None:
+def test_its_loss_and_metric_are_of_the_next_token(tokens):
     made: TorchTask = task(tokens, width=16, blocks=1)
     data = open_dataset(tokens).read(np.arange(4))
     batch = {name: torch.from_numpy(array) for name, array in data.items()}
@@ -105,12 +105,12 @@ def test_its_loss_and_metric_are_of_the_next_token(tokens: str) -> None:
         ({"feed_forward": "relu"}, "task_args.feed_forward is 'relu'"),
     ],
 )
-def test_what_it_cannot_be(tokens: str, options: dict[str, Any], what: str) -> None:
+def test_what_it_cannot_be(tokens, options, what):
     with pytest.raises(UserError, match=what):
         task(tokens, **options)
 
 
-def test_files_that_do_not_fit(tokens: str, tmp_path: Path) -> None:
+def test_files_that_do_not_fit(tokens, tmp_path):
     write_hdf5(tmp_path / "numbers.h5", from_dataset(open_dataset({"x": np.arange(3)})))
     with pytest.raises(UserError, match=r"numbers\.h5 is not a file of tokens"):
         task(str(tmp_path / "numbers.h5"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -26,24 +25,24 @@ def paragraphs(text: str) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
-def test_pages_and_paragraphs_are_short(path: Path) -> None:
+def test_pages_and_paragraphs_are_short(path):
     text = path.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 300
     assert ["\n".join(lines) for lines in paragraphs(text) if len(lines) > 5] == []
 
 
 @pytest.mark.parametrize("path", pages(), ids=lambda path: "/".join(path.parts[-3:]))
-def test_every_page_and_module_is_clean(path: Path) -> None:
+def test_every_page_and_module_is_clean(path):
     assert list(findings(path)) == []
 
 
-def test_prose_of_a_page_is_checked_over_line_breaks(tmp_path: Path) -> None:
+def test_prose_of_a_page_is_checked_over_line_breaks(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("The run\ngoes\non. There is no limit.\n")
     assert list(findings(page)) == ["page.md:2: 'goes on': write continues, resumes"]
 
 
-def test_comments_docstrings_and_messages_of_a_module_are_checked_and_names_are_not(tmp_path: Path) -> None:
+def test_comments_docstrings_and_messages_of_a_module_are_checked_and_names_are_not(tmp_path):
     module = tmp_path / "module.py"
     module.write_text(
         '"""Nobody."""\nnobody = told = 1  # made anew\n'

@@ -70,13 +70,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("source", ["pages", "files", "messages"])
-def test_commands(source: str, folder: Path) -> None:
+def test_commands(source, folder):
     found = list({"pages": printed.of_pages, "files": printed.of_files, "messages": printed.of_messages}[source]())
     assert len(found) > 40
     assert [wrong for one in found if (wrong := wrong_with(one, folder))] == []
 
 
-def test_run_files(folder: Path) -> None:
+def test_run_files(folder):
     """Each YAML block of run file keys, with name, task and samples where the page leaves them to the reader."""
     found = 0
     for page in PAGES:
@@ -109,7 +109,7 @@ def is_run_file(content: str) -> bool:
     return isinstance(found, dict) and bool(SECTIONS & found.keys())
 
 
-def test_profiles(tmp_path: Path) -> None:
+def test_profiles(tmp_path):
     profiles = [content for page in PAGES for name, content, _ in blocks(page.read_text()) if is_profile(name, content)]
     assert len(profiles) >= 4
     for number, content in enumerate(profiles):
@@ -122,7 +122,7 @@ def is_profile(language: str, content: str) -> bool:
     return language in ("", "toml") and content.startswith("[launch")
 
 
-def test_keys_in_prose() -> None:
+def test_keys_in_prose():
     wrong = []
     for page in PAGES:
         text = prose(page.read_text(encoding="utf-8"))
@@ -132,7 +132,7 @@ def test_keys_in_prose() -> None:
     assert wrong == []
 
 
-def test_extras_targets_and_benchmarks() -> None:
+def test_extras_targets_and_benchmarks():
     """What pip, make and ``python -m benchmarks`` are given."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
@@ -153,8 +153,8 @@ def test_extras_targets_and_benchmarks() -> None:
                 assert any(f'"{option}"' in one for one in programs.values()), f"{path}: {name} {option}"
 
 
-def test_anchors_of_links() -> None:
-    def anchors(path: Path) -> set[str]:
+def test_anchors_of_links():
+    def anchors(path):
         text = path.read_text(encoding="utf-8")
         titles = [re.sub(r"[`*]|\]\([^)]*\)", "", title) for title in re.findall(r"^#+ (.*)", text, re.M)]
         own = re.findall(r"^\(([\w.-]+)\)=$|(?:id|name)=\"([^\"]+)\"", text, re.M)

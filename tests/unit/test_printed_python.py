@@ -99,7 +99,7 @@ assert loss(torch.ones(2, 5, 7), of_ones)[1] == 10""",
 FOUND = {name: found for name, found in programs_of_pages().items() if name.startswith(("README", "docs/"))}
 
 
-def test_each_block_is_run_or_has_a_reason_why_not() -> None:
+def test_each_block_is_run_or_has_a_reason_why_not():
     everything = [content for found in FOUND.values() for _, content in found]
     assert len(everything) > 50
     for text in {*NOT_RUN, *BEFORE, *AFTER}:
@@ -109,7 +109,7 @@ def test_each_block_is_run_or_has_a_reason_why_not() -> None:
 
 
 @pytest.mark.parametrize("page", sorted(FOUND.keys() - ELSEWHERE.keys()))
-def test_the_blocks_of_a_page(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_blocks_of_a_page(page, tmp_path, monkeypatch):
     pytest.importorskip("torch")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "__main__"}

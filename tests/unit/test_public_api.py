@@ -23,7 +23,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 PROGRAMS = sorted((ROOT / "examples").rglob("*.py"))
 
 
-def test_the_names_are_those_of_the_stub() -> None:
+def test_the_names_are_those_of_the_stub():
     tree = ast.parse((ROOT / "hpctrain/__init__.pyi").read_text(encoding="utf-8"))
     imports = [(node.module, alias) for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
     renamed = {alias.asname for _, alias in imports if alias.asname != alias.name}
@@ -36,7 +36,7 @@ def test_the_names_are_those_of_the_stub() -> None:
 
 
 @pytest.mark.slow
-def test_every_name_is_there_whatever_else_is_imported_and_docstrings_name_every_argument() -> None:
+def test_every_name_is_there_whatever_else_is_imported_and_docstrings_name_every_argument():
     """In a process of its own: the frameworks change the environment."""
     modules = sorted({module for module, _ in hpctrain._find_homes().values()})
     program = (
@@ -56,17 +56,17 @@ def test_every_name_is_there_whatever_else_is_imported_and_docstrings_name_every
     assert done.stdout.split() == []
 
 
-def test_no_name_is_that_of_a_room() -> None:
+def test_no_name_is_that_of_a_room():
     rooms = {path.stem for path in (ROOT / "hpctrain").iterdir()}
     assert set(NAMES) & rooms == set()
 
 
-def test_an_unknown_name() -> None:
+def test_an_unknown_name():
     with pytest.raises(AttributeError, match="module 'hpctrain' has no attribute 'Trainor'"):
         _ = hpctrain.Trainor  # type: ignore[attr-defined]
 
 
-def test_importing_it_loads_nothing_else() -> None:
+def test_importing_it_loads_nothing_else():
     program = "import sys; before = set(sys.modules); import hpctrain; dir(hpctrain)\n"
     program += "print(*sorted({name.split('.')[0] for name in set(sys.modules) - before} - {'hpctrain'}))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
@@ -94,7 +94,7 @@ def used(source: str) -> Iterator[str]:
             yield node.attr
 
 
-def test_docs_and_examples_use_public_names_only() -> None:
+def test_docs_and_examples_use_public_names_only():
     found = [(place, name) for place, source in sources() for name in used(source)]
     assert {name for _, name in found} >= {"TorchTask", "KerasTask", "CheckpointStore", "connect"}
     public = {*hpctrain.__all__, *CALLBACKS}

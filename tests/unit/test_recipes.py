@@ -40,7 +40,7 @@ def easyconfig() -> dict[str, Any]:
     return runpy.run_path(str(recipe("*.eb")))
 
 
-def test_each_says_whether_it_was_built() -> None:
+def test_each_says_whether_it_was_built():
     told = {path.name: path.read_text().splitlines()[0] for path in RECIPES.iterdir() if path.is_file()}
     assert len(told) == 6
     assert [
@@ -53,14 +53,14 @@ def test_each_says_whether_it_was_built() -> None:
     [*sorted(RECIPES.iterdir()), ROOT / "CITATION.cff", ROOT / "docs/installation.md"],
     ids=lambda path: path.name,
 )
-def test_each_is_of_this_version(path: Path) -> None:
+def test_each_is_of_this_version(path):
     named = re.findall(
         r"""(?:hpctrain[-: /]|(?<!-)\bversion\b[ =("':]{1,4})(\d+\.\d+\.\d+(?:\.dev\d+)?)""", path.read_text()
     )
     assert set(named) == {hpctrain.__version__}
 
 
-def test_the_conda_recipe_asks_for_what_setup_cfg_does() -> None:
+def test_the_conda_recipe_asks_for_what_setup_cfg_does():
     found = conda()
     assert (found["package"]["name"], found["package"]["version"]) == ("hpctrain", hpctrain.__version__)
     wanted = [line.partition(";")[0].strip() for extra, line in requirements() if extra == ""]
@@ -68,7 +68,7 @@ def test_the_conda_recipe_asks_for_what_setup_cfg_does() -> None:
     assert found["requirements"]["run"] == ["python >=3.11", *plain]
 
 
-def test_the_spack_package_asks_for_what_setup_cfg_does() -> None:
+def test_the_spack_package_asks_for_what_setup_cfg_does():
     tree = ast.parse(recipe("package.py").read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "depends_on"]
     asked = {str(ast.literal_eval(call.args[0])).lower() for call in calls}
@@ -80,7 +80,7 @@ def test_the_spack_package_asks_for_what_setup_cfg_does() -> None:
             assert f"py-{name}@{version}:" in asked
 
 
-def test_the_easyconfig_has_what_easybuild_asks_for() -> None:
+def test_the_easyconfig_has_what_easybuild_asks_for():
     found = easyconfig()
     mandatory = {"easyblock", "name", "version", "homepage", "description", "toolchain", "moduleclass"}
     assert mandatory <= found.keys()
@@ -88,7 +88,7 @@ def test_the_easyconfig_has_what_easybuild_asks_for() -> None:
     assert recipe("*.eb").stem == f"{found['name']}-{found['version']}-{toolchain['name']}-{toolchain['version']}"
 
 
-def test_the_module_file_runs() -> None:
+def test_the_module_file_runs():
     """By Lua, where there is one; Lmod's functions are stood in for."""
     text = recipe("hpctrain.lua").read_text()
     called = set(re.findall(r"(?m)^(\w+)\(", text))
@@ -103,7 +103,7 @@ def test_the_module_file_runs() -> None:
         assert f"prepend_path\tPATH\t/apps/hpctrain/{hpctrain.__version__}/bin" in done.stdout
 
 
-def test_images_begin_with_a_system_and_copy_what_is_there() -> None:
+def test_images_begin_with_a_system_and_copy_what_is_there():
     definition, dockerfile = recipe("hpctrain.def").read_text(), recipe("Dockerfile").read_text()
     assert re.search(r"(?m)^Bootstrap: docker\nFrom: (\S+)$", definition)[1] in dockerfile
     files = re.search(r"(?ms)^%files\n(.*?)^$", definition)[1]
@@ -125,7 +125,7 @@ def test_images_begin_with_a_system_and_copy_what_is_there() -> None:
     assert re.search(r"(?m)^%test\n    cd /tmp$", definition)
 
 
-def test_every_test_that_security_names_is_there() -> None:
+def test_every_test_that_security_names_is_there():
     text = (ROOT / "SECURITY.md").read_text()
     named = re.findall(r"`(tests/\S+\.py)`", text)
     assert len(named) > 12

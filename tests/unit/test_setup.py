@@ -46,23 +46,23 @@ def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
         assert word in done.stderr
 
 
-def test_no_compiler(programs: Path, tmp_path: Path) -> None:
+def test_no_compiler(programs, tmp_path):
     (programs / "g++").unlink()
     assert_refused(set_up(programs, tmp_path / "venv"), "g++ is not on PATH", "g++ 11 or newer")
     assert not (tmp_path / "venv").exists()
 
 
-def test_a_compiler_that_is_too_old(programs: Path, tmp_path: Path) -> None:
+def test_a_compiler_that_is_too_old(programs, tmp_path):
     replace(programs / "g++", '[ "$1" = --version ] && echo "g++ 9.4.0" && exit 0; exit 1')
     assert_refused(set_up(programs, tmp_path / "venv"), "g++ 9.4.0 does not compile C++20")
 
 
-def test_no_make(programs: Path, tmp_path: Path) -> None:
+def test_no_make(programs, tmp_path):
     (programs / "make").unlink()
     assert_refused(set_up(programs, tmp_path / "venv"), "make is not on PATH")
 
 
-def test_a_python_with_a_space_in_its_path(programs: Path, tmp_path: Path) -> None:
+def test_a_python_with_a_space_in_its_path(programs, tmp_path):
     folder = tmp_path / "my python"
     folder.mkdir()
     replace(folder / "python3", "exit 1")
@@ -72,12 +72,12 @@ def test_a_python_with_a_space_in_its_path(programs: Path, tmp_path: Path) -> No
     assert_refused(set_up(programs, tmp_path / "venv", PYTHON=str(folder / "python3")), "make is not on PATH")
 
 
-def test_a_python_that_is_too_old(programs: Path, tmp_path: Path) -> None:
+def test_a_python_that_is_too_old(programs, tmp_path):
     replace(programs / "python3.8", "exit 1")  # it is asked for its version by a program it cannot run
     assert_refused(set_up(programs, tmp_path / "venv", PYTHON="python3.8"), "no usable Python", "3.11 to 3.13")
 
 
-def test_too_little_disk(programs: Path, tmp_path: Path) -> None:
+def test_too_little_disk(programs, tmp_path):
     replace(programs / "df", 'echo head; echo /dev/x 9000 8000 500 90% /; echo "$2" >&2')
     done = set_up(programs, tmp_path / "away" / "venv")
     assert done.stderr.startswith(f"{tmp_path}\n"), "asked where the environment goes, not where the checkout is"
@@ -117,24 +117,22 @@ FOR_CPUS, FOR_GPUS = "install-horovod", "install-horovod --gpu"
     ],
     ids=["a GPU", "PyTorch for CPUs", "no GPU", "a broken driver"],
 )
-def test_horovod_is_built_for_where_pytorch_trains(
-    programs: Path, tmp_path: Path, gpus: str, torch_has_cuda: bool, build: str
-) -> None:
+def test_horovod_is_built_for_where_pytorch_trains(programs, tmp_path, gpus, torch_has_cuda, build):
     assert horovod_builds(programs, tmp_path / "venv", gpus, torch_has_cuda)[1] == [build]
 
 
 @pytest.mark.parametrize("code", [64, 70])
-def test_where_horovod_cannot_be_built_for_gpus_it_is_built_for_cpus(programs: Path, tmp_path: Path, code: int) -> None:
+def test_where_horovod_cannot_be_built_for_gpus_it_is_built_for_cpus(programs, tmp_path, code):
     said, builds = horovod_builds(programs, tmp_path / "venv", ONE_GPU, True, code)
     assert builds == [FOR_GPUS, FOR_CPUS]
     assert "models on a GPU reduce over MPI" in said
 
 
-def test_an_interrupted_build_ends_the_set_up(programs: Path, tmp_path: Path) -> None:
+def test_an_interrupted_build_ends_the_set_up(programs, tmp_path):
     assert horovod_builds(programs, tmp_path / "venv", ONE_GPU, True, code=130)[1] == [FOR_GPUS]
 
 
-def test_an_environment_that_path_names_by_a_link_keeps_its_mpi(programs: Path, tmp_path: Path) -> None:
+def test_an_environment_that_path_names_by_a_link_keeps_its_mpi(programs, tmp_path):
     """As where a home lies behind a link: its MPI would be taken away, as if the site had another."""
     (tmp_path / "venv" / "bin").mkdir(parents=True)
     for name in ("python", "hpctrain", "mpicc"):
@@ -145,9 +143,7 @@ def test_an_environment_that_path_names_by_a_link_keeps_its_mpi(programs: Path, 
 
 
 @pytest.mark.parametrize("tag", ["cp311-cp311-linux_x86_64", "cp311-cp311-manylinux_2_17_x86_64"])
-def test_an_mpi4py_for_the_mpi_of_a_site_is_replaced_once_that_is_gone(
-    programs: Path, tmp_path: Path, tag: str
-) -> None:
+def test_an_mpi4py_for_the_mpi_of_a_site_is_replaced_once_that_is_gone(programs, tmp_path, tag):
     venv = tmp_path / "venv"
     metadata = venv / "lib/python3.11/site-packages/mpi4py-4.1.2.dist-info"
     metadata.mkdir(parents=True)
@@ -162,7 +158,7 @@ def test_an_mpi4py_for_the_mpi_of_a_site_is_replaced_once_that_is_gone(
 
 
 @pytest.mark.slow
-def test_no_network(programs: Path, tmp_path: Path) -> None:
+def test_no_network(programs, tmp_path):
     nowhere = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0"}
     done = set_up(programs, tmp_path / "venv", **nowhere)
     assert_refused(done, "package index", "network")

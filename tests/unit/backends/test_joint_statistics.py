@@ -22,7 +22,7 @@ from hpctrain.train.clock import IntervalClock
     offset=st.floats(-1e6, 1e6),
     seed=st.integers(0, 99),
 )
-def test_statistics_of_parts_are_those_of_the_whole(sizes: list[int], offset: float, seed: int) -> None:
+def test_statistics_of_parts_are_those_of_the_whole(sizes, offset, seed):
     random = np.random.default_rng(seed)
     parts = [random.normal(offset, 1.0, (size, 3)) for size in sizes]
     means = [part.mean(0) if len(part) else np.zeros(3) for part in parts]
@@ -49,14 +49,14 @@ class Beside(Group):
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_ranks_in_different_layers_learn_it(place: int) -> None:
+def test_ranks_in_different_layers_learn_it(place):
     statistics = JointStatistics(Group("alone"), IntervalClock())
     statistics.group = Beside((place, 1.0))
     with pytest.raises(UserError, match="different BatchNorm layers of the forward pass"):
         statistics.merge(2, np.zeros(3), np.ones(3))
 
 
-def test_one_rank_gets_its_own() -> None:
+def test_one_rank_gets_its_own():
     statistics = JointStatistics(Group("alone"), IntervalClock())
     statistics.begin_update(2)
     statistics.begin_micro_batch(1)

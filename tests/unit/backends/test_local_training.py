@@ -113,8 +113,8 @@ def saved_by(framework: LocalFramework) -> Saved:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("at", [2, 3, 4, 20, 36, 37, 68])
-def test_a_resume_at_any_step_ends_bit_for_bit_the_same_with_equal_weights(overlap: bool, at: int) -> None:
-    def work(group: ThreadGroup) -> list[NDArray[Any]]:
+def test_a_resume_at_any_step_ends_bit_for_bit_the_same_with_equal_weights(overlap, at):
+    def work(group):
         straight = trained(group, group.rank, STEPS, overlap=overlap)
         saved = saved_by(trained(group, group.rank, at, overlap=overlap))
         again = trained(group, group.rank, STEPS, at, saved, overlap=overlap)
@@ -127,10 +127,10 @@ def test_a_resume_at_any_step_ends_bit_for_bit_the_same_with_equal_weights(overl
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("ways", [(TENSORS, TENSORS), (PEERS, PEERS), (HOST, PEERS), (PEERS, HOST)])
-def test_a_process_group_gives_the_bits_and_state_of_the_host(ways: tuple[str, str], overlap: bool) -> None:
+def test_a_process_group_gives_the_bits_and_state_of_the_host(ways, overlap):
     """A run changes from the first of two ways to the second when it resumes."""
 
-    def work(group: ThreadGroup) -> list[Saved]:
+    def work(group):
         found = []
         for first, second in ((HOST, HOST), ways):
             before = trained(group, group.rank, 41, way=first, overlap=overlap, outer_lr=0.7)
@@ -147,8 +147,8 @@ def test_a_process_group_gives_the_bits_and_state_of_the_host(ways: tuple[str, s
                 np.testing.assert_array_equal(other[name], array, strict=True)
 
 
-def test_parts_under_way_are_forgotten_by_a_resume_with_other_parts() -> None:
-    def work(group: ThreadGroup) -> NDArray[Any]:
+def test_parts_under_way_are_forgotten_by_a_resume_with_other_parts():
+    def work(group):
         saved = saved_by(trained(group, group.rank, 37, overlap=True, every_steps=8))
         return trained(group, group.rank, STEPS, 37, saved, overlap=True).outer.outer
 
@@ -156,8 +156,8 @@ def test_parts_under_way_are_forgotten_by_a_resume_with_other_parts() -> None:
     np.testing.assert_array_equal(one, other)
 
 
-def test_outer_weights_begin_at_those_of_a_file_that_keras_loads() -> None:
-    def work(group: ThreadGroup) -> list[NDArray[Any]]:
+def test_outer_weights_begin_at_those_of_a_file_that_keras_loads():
+    def work(group):
         framework = trained(group, group.rank, until=0)
         assert isinstance(framework, OfKeras) and framework.keras_model == "a model"
         framework.framework.set_weights(np.ones(48))
@@ -168,8 +168,8 @@ def test_outer_weights_begin_at_those_of_a_file_that_keras_loads() -> None:
         np.testing.assert_array_equal(outer, np.ones(48))
 
 
-def test_with_overlap_every_part_has_landed_soon_after_a_round() -> None:
-    def work(group: ThreadGroup) -> list[NDArray[Any]]:
+def test_with_overlap_every_part_has_landed_soon_after_a_round():
+    def work(group):
         return [trained(group, group.rank, until, overlap=True).outer.outer for until in (3, 36, 37)]
 
     (begin, before, after), (_, _, other) = in_threads(RANKS, work)
@@ -177,8 +177,8 @@ def test_with_overlap_every_part_has_landed_soon_after_a_round() -> None:
     np.testing.assert_array_equal(other, after)
 
 
-def test_ranks_of_a_node_become_equal_if_they_trained_apart_before_a_resume() -> None:
-    def work(group: ThreadGroup) -> list[bool]:
+def test_ranks_of_a_node_become_equal_if_they_trained_apart_before_a_resume():
+    def work(group):
         sync = {"within": "node", "overlap": True}
         apart = trained(group, group.rank, 41, **sync)
         equal = []
@@ -191,7 +191,7 @@ def test_ranks_of_a_node_become_equal_if_they_trained_apart_before_a_resume() ->
 
 
 @pytest.mark.parametrize("at", [ALL, slice(0, 12), slice(1, 9), slice(4, 5), slice(7, 12), slice(3, 3)])
-def test_arrays_in_a_row_are_read_and_replaced_by_slices(at: slice) -> None:
+def test_arrays_in_a_row_are_read_and_replaced_by_slices(at):
     sizes = [3, 0, 4, 1, 4]
     row = np.arange(sum(sizes))
     arrays = np.split(row.copy(), np.cumsum(sizes)[:-1])

@@ -35,7 +35,7 @@ class Two(Group):
         return np.stack([values, other])
 
 
-def test_floats_are_averaged_counts_are_the_first_ranks_and_each_rank_gets_its_own_back() -> None:
+def test_floats_are_averaged_counts_are_the_first_ranks_and_each_rank_gets_its_own_back():
     mean, count, same = torch.tensor([1.0, 3.0]), torch.tensor(4), torch.tensor([5.0])
     half = torch.tensor(1.0).bfloat16()
     own = (("m", mean), ("n", count), ("b", half))
@@ -49,7 +49,7 @@ def test_floats_are_averaged_counts_are_the_first_ranks_and_each_rank_gets_its_o
     assert mean.tolist() == [1.0, 3.0] and count == 4 and half == 1
 
 
-def test_an_evaluation_judges_the_statistics_that_an_export_has() -> None:
+def test_an_evaluation_judges_the_statistics_that_an_export_has():
     framework, other, exported = (make_framework(alone(), noisy_model) for _ in range(3))
     for each, steps in ((framework, 1), (other, 2)):
         train(each, steps)

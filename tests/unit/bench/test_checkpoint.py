@@ -1,17 +1,14 @@
 """The benchmark runs, and says what it should; memory does not grow from save to save."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 
 @pytest.mark.slow
-def test_bench_checkpoint(tmp_path: Path) -> None:
+def test_bench_checkpoint(tmp_path):
     pytest.importorskip("torch")
     options = ["--mb", "8", "--rounds", "1", "--saves", "20", "--folder", str(tmp_path), "--json"]
     command = [sys.executable, "-m", "benchmarks.checkpoint", *options]  # hpctrain bench checkpoint, and contenders

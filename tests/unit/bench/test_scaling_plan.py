@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -23,7 +21,7 @@ def config(**launch: int) -> Config:
     return Config(name="r", task="wave.py:task", train=train, launch=LaunchConfig(**launch))  # type: ignore[arg-type]
 
 
-def test_weak_scaling_keeps_a_ranks_batch_and_strong_scaling_the_global_one() -> None:
+def test_weak_scaling_keeps_a_ranks_batch_and_strong_scaling_the_global_one():
     assert batches(config(), "weak", [1, 2, 4]) == [32, 64, 128]
     assert batches(config(), "strong", [1, 2, 4]) == [32, 32, 32]
     each = Config(name="r", task="wave.py:task", train=TrainConfig(steps=1, batch_per_rank=8))
@@ -31,21 +29,21 @@ def test_weak_scaling_keeps_a_ranks_batch_and_strong_scaling_the_global_one() ->
     assert batches(each, "strong", [2, 4]) == [16, 16]
 
 
-def test_batches_that_cannot_be_are_refused() -> None:
+def test_batches_that_cannot_be_are_refused():
     with pytest.raises(UserError, match="3 ranks cannot share"):
         batches(config(), "weak", [3, 6])
     with pytest.raises(UserError, match="without a sample"):
         batches(config(), "strong", [1, 64])
 
 
-def test_slurm_fills_nodes() -> None:
+def test_slurm_fills_nodes():
     assert shapes(config(ranks_per_node=4), [1, 4, 8], slurm=True) == [Shape(1, 1), Shape(1, 4), Shape(2, 4)]
     assert shapes(config(ranks_per_node=4), [1, 4, 8], slurm=False) == [Shape(1, 1), Shape(1, 4), Shape(1, 8)]
     with pytest.raises(UserError, match="6 ranks do not fill nodes of 4"):
         shapes(config(ranks_per_node=4), [6], slurm=True)
 
 
-def test_sizes_take_turns_and_what_modes_share_is_run_once(tmp_path: Path) -> None:
+def test_sizes_take_turns_and_what_modes_share_is_run_once(tmp_path):
     made = jobs(config(), ["weak", "strong"], [Shape(1, 1), Shape(1, 2)], 60, 2, 1, tmp_path)
     one = ["ranks-1-batch-32-round-1", "ranks-2-batch-64-round-1", "ranks-2-batch-32-round-1"]
     assert [job.name for job in made] == one + [name.replace("round-1", "round-2") for name in one]
@@ -54,7 +52,7 @@ def test_sizes_take_turns_and_what_modes_share_is_run_once(tmp_path: Path) -> No
     assert not made[1].config.checkpoint.enabled
 
 
-def test_the_run_files_are_valid_and_another_measurement_is_not_overwritten(tmp_path: Path) -> None:
+def test_the_run_files_are_valid_and_another_measurement_is_not_overwritten(tmp_path):
     made = jobs(config(), ["weak"], [Shape(1, 1), Shape(1, 2)], 60, 1, 1, tmp_path)
     runs.write(made, tmp_path)
     for job in made:
@@ -65,7 +63,7 @@ def test_the_run_files_are_valid_and_another_measurement_is_not_overwritten(tmp_
         runs.write(other, tmp_path)
 
 
-def test_what_is_done_is_read_and_not_run_again(tmp_path: Path) -> None:
+def test_what_is_done_is_read_and_not_run_again(tmp_path):
     [training] = jobs(config(), ["weak"], [Shape(1, 2)], 60, 1, 1, tmp_path)
     assert not runs.is_done(training)
     RunDir.of(training.config.name, training.config.run_dir).create()
@@ -81,12 +79,12 @@ def test_what_is_done_is_read_and_not_run_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", ["", "1,x", "0,2", "-1"])
-def test_ranks_that_are_no_numbers(words: str) -> None:
+def test_ranks_that_are_no_numbers(words):
     with pytest.raises(UserError):
         scaling.parse_ranks(words)
 
 
-def test_several_nodes_of_a_job_want_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cli) -> None:
+def test_several_nodes_of_a_job_want_slurm(monkeypatch, tmp_path, cli):
     """``hpctrain run``, which would measure there, uses one machine."""
     for name, value in {"JOB_ID": "7", "JOB_NODELIST": "n[1-2]", "JOB_NUM_NODES": "2", "NTASKS": "4"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)

@@ -24,12 +24,12 @@ def timing(shape: Shape, compute_s: float, exchange_s: float = 0.0) -> Timing:
     return Timing(shape, 64, parts)
 
 
-def test_a_step_is_what_its_parts_add_up_to_without_outliers() -> None:
+def test_a_step_is_what_its_parts_add_up_to_without_outliers():
     found = timing(Shape(1, 4), 0.3, 0.1)
     assert found.step_s == pytest.approx(0.4) and found.typical == pytest.approx([0.3, 0.1, 0, 0])
 
 
-def test_efficiency_is_speed_a_rank() -> None:
+def test_efficiency_is_speed_a_rank():
     one, four = timing(Shape(1, 1), 2.0), timing(Shape(4, 1), 1.0)
     assert efficiency("weak", one, four) == pytest.approx(2.0)
     assert efficiency("strong", one, four) == pytest.approx(0.5)
@@ -45,13 +45,11 @@ def test_efficiency_is_speed_a_rank() -> None:
         ([1], None, "nothing to recommend, because fewer than two sizes have a core for each thread"),
     ],
 )
-def test_the_recommendation_is_the_last_size_that_is_efficient_enough(
-    efficiencies: list[float], ranks: int | None, said: str
-) -> None:
+def test_the_recommendation_is_the_last_size_that_is_efficient_enough(efficiencies, ranks, said):
     assert recommend(SIZES[: len(efficiencies)], efficiencies, 0.7) == (ranks, said)
 
 
-def test_sizes_without_a_core_for_each_thread_are_marked_and_not_recommended() -> None:
+def test_sizes_without_a_core_for_each_thread_are_marked_and_not_recommended():
     timings = [timing(shape, 0.1 * shape.ranks) for shape in SIZES]
     result: dict[str, Any] = {"run": "r", "framework": "torch", "reducer": "mpi-node", "gradient_bytes": 2**20}
     result |= {"threshold": 0.7, "threads": 1, "warnings": warnings(SIZES[2:], 4)}

@@ -52,7 +52,7 @@ class Problem:
 @pytest.mark.parametrize(
     ("contender", "kind"), [("none", "auto"), ("mpi", "mpi"), ("horovod", "horovod"), ("mpi-flat-fp16", "auto")]
 )
-def test_contenders_set_what_their_name_says(contender: str, kind: str) -> None:
+def test_contenders_set_what_their_name_says(contender, kind):
     problem, world = Problem(), alone()
     made: Any = Contenders(lambda name, world: problem, world, "none").make(contender, "mlp")
     made.step()
@@ -63,7 +63,7 @@ def test_contenders_set_what_their_name_says(contender: str, kind: str) -> None:
     assert made.framework.steps == [([problem.batch], 8)]
 
 
-def test_what_auto_chose_is_kept_for_its_next_turn_with_a_model() -> None:
+def test_what_auto_chose_is_kept_for_its_next_turn_with_a_model():
     problem = Problem()
     contenders = Contenders(lambda name, world: problem, alone(), "fp16")
     for model in ("mlp", "mlp", "conv"):
@@ -72,7 +72,7 @@ def test_what_auto_chose_is_kept_for_its_next_turn_with_a_model() -> None:
     assert {config.reduce.compression for _, config, _ in problem.opened} == {"fp16"}
 
 
-def test_another_contender_has_its_own_loop() -> None:
+def test_another_contender_has_its_own_loop():
     others: Any = {"ddp": lambda model: f"ddp on {model}"}
     made: Any = Contenders(lambda name, world: Problem(), alone(), "none", others).make("ddp", "gpt")
     assert made == "ddp on gpt"
@@ -86,12 +86,12 @@ def test_another_contender_has_its_own_loop() -> None:
         (["--rounds", "0"], "--rounds: give 1 or more in place of 0"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(words: list[str], said: str, cli) -> None:
+def test_what_cannot_be_measured_is_refused(words, said, cli):
     assert said in cli("bench", "step", *words, code=ExitCode.USER_ERROR).err
 
 
 @pytest.mark.slow
-def test_both_frameworks_measure_their_step(cli) -> None:
+def test_both_frameworks_measure_their_step(cli):
     options = ["--models", "mlp", "--contenders", "none", "--ranks", "1", "--rounds", "1", "--steps", "2"]
     found = json.loads(cli("bench", "step", "--framework", "all", *options, "--json").out)["rows"]
     assert [(row["framework"], row["model"], row["contender"]) for row in found] == [

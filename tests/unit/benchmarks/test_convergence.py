@@ -1,15 +1,11 @@
 """What the benchmark of convergence makes of its runs."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from benchmarks.convergence import APART, EVERY, FROM_APART, Row, draw, summaries, table
 
 
-def test_what_is_lost_is_a_share_of_what_communicating_gives(tmp_path: Path) -> None:
+def test_what_is_lost_is_a_share_of_what_communicating_gives(tmp_path):
     losses = {EVERY: (1.0, 2.0), APART: (3.0, 4.0), FROM_APART: (2.0, 3.0), "fp16": (1.1, 2.3)}
     rows = [
         Row(name, seed, 2, loss, 100.0 if name == EVERY else 25.0, 1.0, [(1, loss, 0.0, 0.5), (2, loss, 1e6, 1.0)])

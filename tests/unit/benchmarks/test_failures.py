@@ -29,19 +29,19 @@ def answers(folder: Path) -> list[Answer]:
     return [judging.ask(case, folder) for case in CASES]
 
 
-def test_no_run_is_explained_wrongly(answers: list[Answer]) -> None:
+def test_no_run_is_explained_wrongly(answers):
     wrong = [f"{each.case.label}/{each.case.name}: {each.wrong}\n{each.text}" for each in answers if each.wrong]
     assert not wrong, "\n".join(wrong)
     assert len(answers) >= 120
 
 
-def test_the_page_shows_the_matrix_and_the_counts(answers: list[Answer]) -> None:
+def test_the_page_shows_the_matrix_and_the_counts(answers):
     page = PAGE.read_text(encoding="utf-8")
     assert judging.matrix(answers) in page
     assert judging.summary(answers) in page
 
 
-def test_the_corpus_has_all_runs_and_nothing_of_a_machine(folder: Path) -> None:
+def test_the_corpus_has_all_runs_and_nothing_of_a_machine(folder):
     assert {f"{case.label}/{case.name}" for case in CASES} == {
         str(path.relative_to(folder)) for path in folder.glob("*/*")
     }
@@ -52,7 +52,7 @@ def test_the_corpus_has_all_runs_and_nothing_of_a_machine(folder: Path) -> None:
     assert not found
 
 
-def test_an_answer_is_wrong_in_its_code_its_rank_or_its_words(answers: list[Answer]) -> None:
+def test_an_answer_is_wrong_in_its_code_its_rank_or_its_words(answers):
     right = next(each for each in answers if each.case.name == "killed-torch-1-7")
     assert right.wrong == []
     other = dataclasses.replace(right.case, label="hang", rank=0, says=("deadlock",))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,28 +10,26 @@ import pytest
 
 from benchmarks.gpu_proof import plans, proof
 from benchmarks.gpu_proof.launch import Found
-from benchmarks.gpu_proof.rows import Row, Skipped
+from benchmarks.gpu_proof.rows import Skipped
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("shard", ["gradients", "parameters"])
-def test_plans_of_fsdp2_are_skipped_with_an_older_pytorch(shard: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_of_fsdp2_are_skipped_with_an_older_pytorch(shard, monkeypatch):
     monkeypatch.setattr(plans, "is_too_old", lambda: True)
     setting: Any = SimpleNamespace(word=shard)
     with pytest.raises(Skipped, match=f"parallel.shard: {shard} needs PyTorch 2.11"):
         plans.row(setting)
 
 
-def test_what_is_known_is_written_though_a_row_or_the_whole_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_known_is_written_though_a_row_or_the_whole_is_ended(tmp_path, monkeypatch):
     """A row may end in any way, the time limit is nobody's failure, and the machine may end the process itself."""
     clock = [0.0]
     monkeypatch.setattr(proof, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(proof, "facts", lambda: {"device": "none"})
 
-    def run_row(row: Row, folder: Path, timeout_s: float) -> Found:
+    def run_row(row, folder, timeout_s):
         if row.name == "train-fp32":
             raise ValueError("half a file")
         if row.name == "monitor-clock":
@@ -44,7 +41,7 @@ def test_what_is_known_is_written_though_a_row_or_the_whole_is_ended(
 
     monkeypatch.setattr(proof, "run_row", run_row)
 
-    def known() -> dict[str, tuple[str, str]]:
+    def known():
         rows = json.loads((tmp_path / "gpu-proof.json").read_text())["rows"]
         return {row["name"]: (row["status"], row["reason"]) for row in rows}
 

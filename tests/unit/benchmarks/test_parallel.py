@@ -27,9 +27,7 @@ from hpctrain.errors import ExitCode
         (["--batch", "24"], "--batch 24 does not divide into 8 micro-batches on 2 ranks"),
     ],
 )
-def test_what_cannot_be_measured(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_measured(words, said, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["parallel", *words])
     assert start("parallel", "", add_arguments, run) == ExitCode.USER_ERROR
     assert said in capsys.readouterr().err
@@ -41,13 +39,13 @@ def given(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def test_each_contender_is_measured_once() -> None:
+def test_each_contender_is_measured_once():
     assert chosen(given()) == [*OURS, *THEIRS]
     assert chosen(given("--contenders", "tensor,one,tensor")) == ["tensor", "one"]
     assert chosen(given("--contenders", "tensor", "--model", "large", "--ranks", "8", "--batch", "64")) == ["tensor"]
 
 
-def test_the_table() -> None:
+def test_the_table():
     text = table(
         [
             Row("one", 100.0, 1.0, 5.5, 400.0),
@@ -63,7 +61,7 @@ def test_the_table() -> None:
     ]
 
 
-def test_one_process_trains() -> None:
+def test_one_process_trains():
     contender = Ours("small", 2, 2, alone(), {})
     losses = []
     for _ in range(2):

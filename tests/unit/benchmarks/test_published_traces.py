@@ -54,27 +54,27 @@ def write(folder: Path, slow_data: int | None, slow_stage: int, share: float) ->
     (folder / "mw-X.json").write_text(json.dumps({"Mw": share}))
 
 
-def test_a_slow_worker_is_named_as_the_analysis_does(tmp_path: Path) -> None:
+def test_a_slow_worker_is_named_as_the_analysis_does(tmp_path):
     write(tmp_path, slow_data=2, slow_stage=1, share=1.0)
     job = read_job(tmp_path, "X")
     assert job.slow == {1 * DATA + 2}
     assert judged(job, 8)[0] == job.slow
 
 
-def test_a_slow_stage_is_a_matter_of_the_plan(tmp_path: Path) -> None:
+def test_a_slow_stage_is_a_matter_of_the_plan(tmp_path):
     write(tmp_path, slow_data=None, slow_stage=1, share=0.1)
     job = read_job(tmp_path, "X")
     assert job.slow == frozenset()
     assert judged(job, 8) == (frozenset(), [Kind.PLAN])
 
 
-def test_a_worker_s_own_time_is_that_of_its_computation(tmp_path: Path) -> None:
+def test_a_worker_s_own_time_is_that_of_its_computation(tmp_path):
     write(tmp_path, slow_data=2, slow_stage=1, share=1.0)
     busy = read_job(tmp_path, "X").trace.busy()
     assert busy.shape == (DATA * STAGES, STEPS)
     np.testing.assert_allclose(np.median(busy[0]), 1.25, rtol=0.02)  # noise of 1% in each operation
 
 
-def test_a_folder_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_a_folder_of_another_kind_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"has no meta-X\.yaml"):
         read_job(tmp_path, "X")

@@ -19,10 +19,10 @@ from hpctrain.errors import ExitCode
     ("contender", "kind", "shard", "dense"),
     [("sharded", "auto", "optimizer", False), ("densify", "mpi", "none", True)],
 )
-def test_contenders_set_what_their_name_says(contender: str, kind: str, shard: str, dense: bool) -> None:
+def test_contenders_set_what_their_name_says(contender, kind, shard, dense):
     opened: list[Any] = []
 
-    def problem(name: str, world: Any, dense: bool) -> Any:
+    def problem(name, world, dense):
         framework = SimpleNamespace(weights_hash=None, close=None)
         batch = {"input": np.zeros((8, 2))}
         return SimpleNamespace(
@@ -34,9 +34,7 @@ def test_contenders_set_what_their_name_says(contender: str, kind: str, shard: s
     assert (settings.reduce.kind, settings.parallel.shard, got_dense) == (kind, shard, dense)
 
 
-def test_a_contender_of_the_other_framework_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_contender_of_the_other_framework_is_refused(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["step", "--framework", "tensorflow", "--contenders", "ddp"])
     assert start("step", "", add_arguments, run) == ExitCode.USER_ERROR
     assert "there is no contender 'ddp'" in capsys.readouterr().err

@@ -1,13 +1,11 @@
 """What ``benchmarks.two_hosts`` says of times and bytes."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.two_hosts import bits_per_s, judged, table
 
 
-def test_rates_are_those_of_tc() -> None:
+def test_rates_are_those_of_tc():
     assert [bits_per_s(rate) for rate in ("1gbit", "200mbit", "2.5gbit")] == [1e9, 200e6, 2.5e9]
 
 
@@ -20,7 +18,7 @@ def test_rates_are_those_of_tc() -> None:
         ("none", None, None),
     ],
 )
-def test_a_row_is_compared_with_what_the_link_allows(contender: str, choice: str | None, bound_s: float | None) -> None:
+def test_a_row_is_compared_with_what_the_link_allows(contender, choice, bound_s):
     measured = {"contender": contender, "seconds": 14.0, "sent_bytes": 4e6, "weights_equal": True, "choice": choice}
     peer = {**measured, "contender": "ddp-fp16", "seconds": 28.0, "choice": None}
     rows = judged("mlp", {"phases_s": [1.0, 3.0, 2.0], "values": 2e6, "rows": [measured, peer]}, 8e6)

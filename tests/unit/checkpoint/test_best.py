@@ -1,9 +1,5 @@
 """The best checkpoint is a step wherever one is asked for."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -14,7 +10,7 @@ from hpctrain.run.resolve_run import step
 
 
 @pytest.mark.parametrize("best", [[1, 2], []])
-def test_best_is_the_newest_checkpoint_that_was_the_best(best: list[int], tmp_path: Path) -> None:
+def test_best_is_the_newest_checkpoint_that_was_the_best(best, tmp_path):
     store = CheckpointStore(tmp_path)
     for number in (1, 2, 3):
         store.save({"model/w": np.full(2, number)}, {"best": number in best}, number)

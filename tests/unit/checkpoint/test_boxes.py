@@ -1,7 +1,5 @@
 """Index arithmetic of parts of tensors, against NumPy's own."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,7 +11,7 @@ from tests.support.tilings import boxes_within, shapes, tilings
 
 @settings(deadline=None)
 @given(st.data(), shapes)
-def test_an_overlap_is_what_both_hold(data: st.DataObject, shape: tuple[int, ...]) -> None:
+def test_an_overlap_is_what_both_hold(data, shape):
     one, other = data.draw(boxes_within(shape)), data.draw(boxes_within(shape))
     counts = np.zeros(shape, int)
     counts[one.index] += 1
@@ -28,7 +26,7 @@ def test_an_overlap_is_what_both_hold(data: st.DataObject, shape: tuple[int, ...
 
 @settings(deadline=None)
 @given(st.data(), shapes)
-def test_boxes_between_two_places_are_the_elements_there_in_order(data: st.DataObject, shape: tuple[int, ...]) -> None:
+def test_boxes_between_two_places_are_the_elements_there_in_order(data, shape):
     numbers = np.arange(np.prod(shape, dtype=int)).reshape(shape)
     first = data.draw(st.integers(0, numbers.size))
     last = data.draw(st.integers(first, numbers.size))
@@ -41,7 +39,7 @@ def test_boxes_between_two_places_are_the_elements_there_in_order(data: st.DataO
 
 @settings(deadline=None)
 @given(st.data(), shapes)
-def test_a_tiling_is_accepted_in_any_order_and_nothing_else_is(data: st.DataObject, shape: tuple[int, ...]) -> None:
+def test_a_tiling_is_accepted_in_any_order_and_nothing_else_is(data, shape):
     boxes = data.draw(tilings(shape).flatmap(st.permutations))
     assert tiling_problem(shape, boxes) is None
     filled = [box for box in boxes if box.size]
@@ -55,7 +53,7 @@ def test_a_tiling_is_accepted_in_any_order_and_nothing_else_is(data: st.DataObje
             assert tiling_problem(shape, [*without, other]) == "parts overlap"
 
 
-def test_thousands_of_parts_take_no_time() -> None:
+def test_thousands_of_parts_take_no_time():
     shape = (2048, 2048)
     columns = [Box((0, column), (2048, 1)) for column in range(2048)]
     grid = [Box((row, column), (32, 32)) for row in range(0, 2048, 32) for column in range(0, 2048, 32)]
@@ -67,6 +65,6 @@ def test_thousands_of_parts_take_no_time() -> None:
 @pytest.mark.parametrize(
     ("part", "axis"), [((2, 3, 5), 0), ((4, 3, 5), 0), ((4, 2, 5), 1), ((4, 3, 2), 2), ((4, 1, 2), 2)]
 )
-def test_a_box_lies_in_a_row_from_the_last_axis_that_it_has_in_part(part: tuple[int, ...], axis: int) -> None:
+def test_a_box_lies_in_a_row_from_the_last_axis_that_it_has_in_part(part, axis):
     assert run_axis(Box((0, 0, 0), part), (4, 3, 5)) == axis
     assert run_axis(Box((1,), (2,)), (5,)) == run_axis(Box((), ()), ()) == 0

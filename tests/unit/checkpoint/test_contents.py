@@ -60,9 +60,7 @@ def save(folder: Path, tensor: TensorSpec, boxes: Sequence[Box], shards: int) ->
 
 @settings(deadline=None, max_examples=40)
 @given(st.data(), shapes, st.sampled_from(["uint8", "bfloat16", "float32", "complex128", "bool"]))
-def test_any_part_is_read_from_any_cut(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, shape: tuple[int, ...], dtype: str
-) -> None:
+def test_any_part_is_read_from_any_cut(tmp_path_factory, data, shape, dtype):
     folder = tmp_path_factory.mktemp("cut")
     tensor, boxes = TensorSpec("model/w", shape, dtype), data.draw(tilings(shape))
     with pytest.MonkeyPatch.context() as patch:
@@ -89,7 +87,7 @@ def matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Manif
 
 @settings(deadline=None, max_examples=40)
 @given(st.data())
-def test_parts_of_many_blocks(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_parts_of_many_blocks(tmp_path_factory, data):
     tensor = TensorSpec("model/w", (60, 70, 5), data.draw(st.sampled_from(["float32", "complex128", "uint8"])))
     boxes = data.draw(tilings(tensor.shape))
     folder = tmp_path_factory.mktemp("blocks")
@@ -104,9 +102,7 @@ def test_parts_of_many_blocks(tmp_path_factory: pytest.TempPathFactory, data: st
 
 @settings(deadline=None, max_examples=40)
 @given(st.data(), shapes, st.sampled_from(["uint8", "bfloat16", "float32", "bool"]), st.sampled_from([1, 16, 4096]))
-def test_any_part_of_a_safetensors_file_is_read(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, shape: tuple[int, ...], dtype: str, least: int
-) -> None:
+def test_any_part_of_a_safetensors_file_is_read(tmp_path_factory, data, shape, dtype, least):
     """It has no checksums: what lies in a row is read alone from some length on, and else with what is between."""
     path, tensor = tmp_path_factory.mktemp("file") / "a.safetensors", TensorSpec("w", shape, dtype)
     path.write_bytes(b"".join(safetensors.encode({"w": values_of(tensor)}, {"w": dtype}, {})))
@@ -117,7 +113,7 @@ def test_any_part_of_a_safetensors_file_is_read(
         np.testing.assert_array_equal(arrays.part("w", box.begin, box.shape), values_of(tensor)[box.index])
 
 
-def test_a_part_outside_is_refused(matrix: tuple[Path, Manifest, TensorSpec]) -> None:
+def test_a_part_outside_is_refused(matrix):
     folder, manifest, _ = matrix
     with closing(LoadedArrays(folder, manifest, 0, {})) as contents:
         for begin, shape in [((0, 0, 0), (301, 1, 1)), ((0, 69, 0), (1, 2, 1)), ((-1, 0, 0), (1, 1, 1)), ((0,), (1,))]:
@@ -126,7 +122,7 @@ def test_a_part_outside_is_refused(matrix: tuple[Path, Manifest, TensorSpec]) ->
         assert "model/w" in contents and "model" not in contents and list(contents) == ["model/w"]
 
 
-def test_damage_is_found_in_what_is_read_and_only_there(matrix: tuple[Path, Manifest, TensorSpec]) -> None:
+def test_damage_is_found_in_what_is_read_and_only_there(matrix):
     folder, manifest, tensor = matrix
     (stored,) = manifest.shards[1].pieces
     path = folder / manifest.shards[1].file
@@ -149,13 +145,11 @@ def changed(data: bytes, at: int) -> bytes:
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
-def test_no_more_is_read_than_is_asked_for(
-    matrix: tuple[Path, Manifest, TensorSpec], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_more_is_read_than_is_asked_for(matrix, monkeypatch):
     folder, manifest, _ = matrix
     read, real = [], os.preadv
 
-    def preadv(descriptor: int, views: list[Any], offset: int) -> int:
+    def preadv(descriptor, views, offset):
         read.append(len(views[0]))
         return real(descriptor, views, offset)
 
@@ -176,7 +170,7 @@ def pieces_of(shard: Any) -> list[TensorPiece]:
     return [stored.piece for stored in shard.pieces]
 
 
-def test_a_reader_holds_what_it_returns_and_a_block(tmp_path: Path) -> None:
+def test_a_reader_holds_what_it_returns_and_a_block(tmp_path):
     store = CheckpointStore(tmp_path)
     large = np.random.default_rng(0).random((40, 1024, 256), dtype=np.float32)  # 40 MiB
     store.save({"model/large": large, "model/small": np.ones(3)}, step=1)
@@ -201,7 +195,7 @@ def part_of(store: CheckpointStore) -> np.ndarray:
         return loaded.arrays.part("model/large", (0, 0, 64), (40, 1024, 64))
 
 
-def test_a_shard_tells_what_it_holds_without_the_manifest(matrix: tuple[Path, Manifest, TensorSpec]) -> None:
+def test_a_shard_tells_what_it_holds_without_the_manifest(matrix):
     folder, manifest, tensor = matrix
     for shard in manifest.shards:
         path = folder / shard.file
@@ -211,7 +205,7 @@ def test_a_shard_tells_what_it_holds_without_the_manifest(matrix: tuple[Path, Ma
             np.testing.assert_array_equal(hdf5["model/w"][...], values_of(tensor)[shard.pieces[0].piece.box.index])
 
 
-def test_every_byte_of_an_index_counts(matrix: tuple[Path, Manifest, TensorSpec]) -> None:
+def test_every_byte_of_an_index_counts(matrix):
     folder, manifest, _ = matrix
     shard, rng = manifest.shards[0], np.random.default_rng(0)
     path = folder / shard.file
@@ -226,7 +220,7 @@ def test_every_byte_of_an_index_counts(matrix: tuple[Path, Manifest, TensorSpec]
             shard_index.read_text(file.fileno(), path)
 
 
-def test_an_index_that_differs_from_the_manifest_is_told(tmp_path: Path) -> None:
+def test_an_index_that_differs_from_the_manifest_is_told(tmp_path):
     store = CheckpointStore(tmp_path)
     for step, value in ((1, 1.0), (2, 2.0)):
         store.save({"model/w": np.full(9, value)}, step=step)
@@ -237,7 +231,7 @@ def test_an_index_that_differs_from_the_manifest_is_told(tmp_path: Path) -> None
     assert any("has an index that differs" in problem for problem in verify_checkpoint(store, 2).problems)
 
 
-def test_parts_of_scalars_and_of_nothing(tmp_path: Path) -> None:
+def test_parts_of_scalars_and_of_nothing(tmp_path):
     store = CheckpointStore(tmp_path)
     store.save({"count": np.int64(7), "none": np.zeros((0, 3))}, step=1)
     store.close()

@@ -453,7 +453,7 @@ def only_random_states(it: Attacked) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(60 + CORRUPTIONS)
-def test_every_reader_finds_every_corruption(attacked: Attacked) -> None:
+def test_every_reader_finds_every_corruption(attacked):
     """Who reads all finds it; who reads a part finds it or gives the right values. Nobody fails in another way."""
     rng, found = random.Random(SEED), Counter[str]()
     for number in range(CORRUPTIONS // 2):
@@ -477,7 +477,7 @@ def test_every_reader_finds_every_corruption(attacked: Attacked) -> None:
     assert {name: read(attacked.store, attacked.sound) for name, read in READERS.items()} == attacked.answers
 
 
-def test_what_was_forged_with_all_its_checksums_crashes_nobody(attacked: Attacked) -> None:
+def test_what_was_forged_with_all_its_checksums_crashes_nobody(attacked):
     """Checksums are no signatures: a reader may believe it, or refuse it in a sentence."""
     rng, refused = random.Random(SEED), 0
     for number in range(CORRUPTIONS // 6):

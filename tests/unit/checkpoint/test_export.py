@@ -86,7 +86,7 @@ def keras_digits(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any
 IMAGES = np.random.default_rng(0).random((5, 1, 8, 8), dtype=np.float32)
 
 
-def test_torch_state_dict_loads_in_stock_pytorch(digits: Any, tmp_path: Path, cli) -> None:
+def test_torch_state_dict_loads_in_stock_pytorch(digits, tmp_path, cli):
     from hpctrain.tasks.torch_digits import Network
 
     task, _, path = digits
@@ -106,7 +106,7 @@ class Tied(torch.nn.Module):
 
 
 @pytest.mark.parametrize("averaged", [False, True])
-def test_tied_weights_are_exported_under_each_name(averaged: bool, tmp_path: Path, cli) -> None:
+def test_tied_weights_are_exported_under_each_name(averaged, tmp_path, cli):
     from tests.tasks.torch_tasks import make_framework
 
     framework = make_framework(alone(), Tied, ema_decay=0.5)
@@ -139,9 +139,7 @@ class Counting(torch.nn.Linear):
 
 
 @pytest.mark.parametrize("odd", [False, True])
-def test_extra_state_of_modules_is_exported_where_pytorch_wants_it(
-    odd: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_extra_state_of_modules_is_exported_where_pytorch_wants_it(odd, tmp_path, capsys):
     from tests.tasks.torch_tasks import make_framework
 
     framework = make_framework(alone(), lambda: Counting(odd=odd))
@@ -160,7 +158,7 @@ def test_extra_state_of_modules_is_exported_where_pytorch_wants_it(
     assert torch.equal(model.state["seen"], torch.arange(2))
 
 
-def test_averaged_weights_differ(digits: Any, tmp_path: Path, cli) -> None:
+def test_averaged_weights_differ(digits, tmp_path, cli):
     _, _, path = digits
     for name, more in (("plain.pt", ["--no-ema"]), ("ema.pt", ["--ema"]), ("default.pt", [])):
         cli("ckpt", "export", path, "-o", tmp_path / name, *more)
@@ -171,7 +169,7 @@ def test_averaged_weights_differ(digits: Any, tmp_path: Path, cli) -> None:
     assert not torch.equal(plain["conv1.weight"], average["conv1.weight"])
 
 
-def test_safetensors_loads_in_the_stock_library(digits: Any, tmp_path: Path, cli) -> None:
+def test_safetensors_loads_in_the_stock_library(digits, tmp_path, cli):
     library = pytest.importorskip("safetensors.torch")
     task, _, path = digits
     cli("ckpt", "export", path, "-o", tmp_path / "out.safetensors", "--no-ema")
@@ -180,7 +178,7 @@ def test_safetensors_loads_in_the_stock_library(digits: Any, tmp_path: Path, cli
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_keras_weights_load_in_stock_keras(keras_digits: Any, tmp_path: Path, cli) -> None:
+def test_keras_weights_load_in_stock_keras(keras_digits, tmp_path, cli):
     import keras
 
     from hpctrain.tasks.tensorflow_digits import network
@@ -194,7 +192,7 @@ def test_keras_weights_load_in_stock_keras(keras_digits: Any, tmp_path: Path, cl
         np.testing.assert_array_equal(one(IMAGES), task.model(IMAGES))
 
 
-def test_weights_of_a_model_with_a_step_of_its_own_load_in_stock_keras(tmp_path: Path, cli) -> None:
+def test_weights_of_a_model_with_a_step_of_its_own_load_in_stock_keras(tmp_path, cli):
     """The export did not know what ``compile`` had set, and Keras thinks that a model without ``call`` is not built."""
     pytest.importorskip("keras")
     from tests.tasks import keras_own_steps
@@ -214,7 +212,7 @@ def test_weights_of_a_model_with_a_step_of_its_own_load_in_stock_keras(tmp_path:
         np.testing.assert_array_equal(mine, trained)
 
 
-def test_adapters_of_keras_are_merged(tmp_path: Path, cli) -> None:
+def test_adapters_of_keras_are_merged(tmp_path, cli):
     pytest.importorskip("keras")
     from tests.tasks import adapted_keras
 
@@ -233,7 +231,7 @@ def test_adapters_of_keras_are_merged(tmp_path: Path, cli) -> None:
     assert "Keras itself merges adapters" in cli(*words, "--merge-lora", "3", code=64).err
 
 
-def test_keras_weights_for_a_folder_that_is_not_there(keras_digits: Any, tmp_path: Path, cli) -> None:
+def test_keras_weights_for_a_folder_that_is_not_there(keras_digits, tmp_path, cli):
     _, _, path = keras_digits
     assert (
         "out.weights.h5 cannot be written"
@@ -241,7 +239,7 @@ def test_keras_weights_for_a_folder_that_is_not_there(keras_digits: Any, tmp_pat
     )
 
 
-def test_both_frameworks_hold_the_same_arrays_under_documented_names(digits: Any, keras_digits: Any) -> None:
+def test_both_frameworks_hold_the_same_arrays_under_documented_names(digits, keras_digits):
     from hpctrain.tasks.torch_digits import Network
 
     keras_arrays = CheckpointStore(keras_digits[2].parent).load().arrays
@@ -260,7 +258,7 @@ def test_both_frameworks_hold_the_same_arrays_under_documented_names(digits: Any
         np.testing.assert_allclose(network(torch.from_numpy(IMAGES)), keras_digits[0].model(IMAGES), atol=1e-5)
 
 
-def test_initial_weights_from_a_checkpoint_and_from_safetensors(digits: Any, tmp_path: Path, cli) -> None:
+def test_initial_weights_from_a_checkpoint_and_from_safetensors(digits, tmp_path, cli):
     task, _, path = digits
     cli("ckpt", "export", path, "-o", tmp_path / "out.safetensors", "--no-ema")
     for source in (path, path.parent, tmp_path / "out.safetensors"):
@@ -276,25 +274,25 @@ def test_initial_weights_from_a_checkpoint_and_from_safetensors(digits: Any, tmp
             np.testing.assert_array_equal(value, expected.numpy())
 
 
-def test_initial_weights_that_do_not_match_are_listed() -> None:
+def test_initial_weights_that_do_not_match_are_listed():
     match = match_names({"a": (1,), "b": (2,), "c": (3,)}, {"a": (1,), "b": (9,), "d": (4,)})
     assert match == Match(taken=("a",), missing=("c",), unexpected=("d",), reshaped=("b",))
 
 
-def test_no_match_at_all_is_an_error(digits: Any, tmp_path: Path) -> None:
+def test_no_match_at_all_is_an_error(digits, tmp_path):
     parts = ours.encode({"other": np.zeros(3, np.float32)}, {"other": "float32"}, {})
     (tmp_path / "other.safetensors").write_bytes(b"".join(parts))
     with pytest.raises(UserError, match="no weight of"):
         load_initial(WeightSource(str(tmp_path / "other.safetensors")), digits[1])
 
 
-def test_no_nan_becomes_a_number_in_bfloat16() -> None:
+def test_no_nan_becomes_a_number_in_bfloat16():
     array = np.array([0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000, 0x7F800001], np.uint32).view(np.float32)  # CUDA's comes first
     assert np.isnan(converted(converted(array, "float32", "bfloat16"), "bfloat16", "float32")).all()
 
 
 @given(st.floats(width=32, allow_nan=False))
-def test_conversion_to_bfloat16_rounds_as_torch_does(value: float) -> None:
+def test_conversion_to_bfloat16_rounds_as_torch_does(value):
     array = np.array([value], np.float32)
     expected = torch.from_numpy(array).to(torch.bfloat16)
     assert converted(array, "float32", "bfloat16").view(np.int16)[0] == expected.view(torch.int16)[0]
@@ -303,7 +301,7 @@ def test_conversion_to_bfloat16_rounds_as_torch_does(value: float) -> None:
     )
 
 
-def test_safetensors_that_are_none(tmp_path: Path) -> None:
+def test_safetensors_that_are_none(tmp_path):
     good = b"".join(ours.encode({"a": np.arange(6, dtype=np.float32)}, {"a": "float32"}, {}))
     path = tmp_path / "a.safetensors"
     path.write_bytes(good)
@@ -325,7 +323,7 @@ def test_safetensors_that_are_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["none/weights.pt", "file/weights.pt", "folder"])
-def test_an_export_that_cannot_be_written_says_so(place: str, tmp_path: Path) -> None:
+def test_an_export_that_cannot_be_written_says_so(place, tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
     with pytest.raises(UserError, match="cannot be written"):
@@ -334,7 +332,7 @@ def test_an_export_that_cannot_be_written_says_so(place: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("outer", [False, True])
-def test_an_export_of_local_training_says_whose_mean_it_is(outer: bool, tmp_path: Path, cli) -> None:
+def test_an_export_of_local_training_says_whose_mean_it_is(outer, tmp_path, cli):
     names = ["model/w", *(["sync/outer"] if outer else [])]
     saver = open_saver(CheckpointStore(tmp_path))
     saver.begin([ArrayTensor(name, np.ones(3, np.float32)) for name in names], 1, {}, lambda: None)

@@ -55,7 +55,7 @@ class Program:
         return {}
 
 
-def test_an_older_one_replaces_what_was_taken(store_of: Store) -> None:
+def test_an_older_one_replaces_what_was_taken(store_of):
     store, program = store_of("ab", "ab", "ab"), Program()
     damage(store, 3, "b")
     damage(store, 2, "b")
@@ -65,14 +65,14 @@ def test_an_older_one_replaces_what_was_taken(store_of: Store) -> None:
     assert "the checksum of model/b does not match" in loaded.rejected[0].reason
 
 
-def test_what_an_older_one_would_not_replace_is_verified_before_it_is_taken(store_of: Store) -> None:
+def test_what_an_older_one_would_not_replace_is_verified_before_it_is_taken(store_of):
     store, program = store_of("ab", "abc"), Program()
     damage(store, 2, "b")
     assert store.load_into(program.take).step == 1
     assert program.offered == [1] and program.held.keys() == {"model/a", "model/b"}
 
 
-def test_leftovers_of_a_damaged_one_are_never_mixed_with_an_older_one(store_of: Store) -> None:
+def test_leftovers_of_a_damaged_one_are_never_mixed_with_an_older_one(store_of):
     store, program = store_of("ab", "abc", "abc"), Program()
     damage(store, 3, "c")
     damage(store, 2, "c")
@@ -83,10 +83,10 @@ def test_leftovers_of_a_damaged_one_are_never_mixed_with_an_older_one(store_of: 
     assert store.load_into(program.take).step == 1 and program.offered == [3, 1]
 
 
-def test_a_sound_one_is_read_once(store_of: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sound_one_is_read_once(store_of, monkeypatch):
     store, read, real = store_of("ab", "ab"), [], os.preadv
 
-    def preadv(descriptor: int, views: list[Any], offset: int) -> int:
+    def preadv(descriptor, views, offset):
         read.append(len(views[0]))
         return real(descriptor, views, offset)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ def begun(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_resumed_run_is_the_one_whose_checkpoints_hold_all(begun: Path, cli) -> None:
+def test_a_resumed_run_is_the_one_whose_checkpoints_hold_all(begun, cli):
     train(begun, "lora", 4)
     train(begun, "whole", 4, checkpoint__frozen="saved")
     lora, whole = (CheckpointStore(begun / name / "checkpoints") for name in ("lora", "whole"))
@@ -79,7 +78,7 @@ def changed(file: Path) -> None:
         (lambda file: write_weights(file, 8, without="4.weight"), "has changed since the run began: 4.weight"),
     ],
 )
-def test_another_source_is_refused(spoil: Callable[[Path], Any], said: str, begun: Path, cli) -> None:
+def test_another_source_is_refused(spoil, said, begun, cli):
     spoil(begun / BASE)
     with pytest.raises(UserError, match=said):
         train(begun, "lora", 4)
@@ -88,12 +87,12 @@ def test_another_source_is_refused(spoil: Callable[[Path], Any], said: str, begu
     assert said in cli("ckpt", "verify", begun / "lora", code=70).out
 
 
-def test_a_source_on_a_file_server_that_fails_over_is_waited_for(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_on_a_file_server_that_fails_over_is_waited_for(begun, monkeypatch):
     """It was said not to exist, which ended the run for good."""
     real, left = os.stat, [1, 1]
     monkeypatch.setattr("hpctrain.checkpoint.read_retry.PAUSES_S", (0.0, 0.0))
 
-    def stat(path: Any, **options: Any) -> os.stat_result:
+    def stat(path, **options):
         if str(path) == str(begun / BASE) and left:
             left.pop()
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
@@ -105,13 +104,13 @@ def test_a_source_on_a_file_server_that_fails_over_is_waited_for(begun: Path, mo
     assert not left
 
 
-def test_a_source_that_was_moved_is_named_by_the_run_file(begun: Path) -> None:
+def test_a_source_that_was_moved_is_named_by_the_run_file(begun):
     (begun / BASE).rename(begun / "moved.safetensors")
     train(begun, "lora", 3, "moved.safetensors")
     export(begun, "lora")
 
 
-def test_the_source_may_be_a_run_whose_source_is_another_file(begun: Path) -> None:
+def test_the_source_may_be_a_run_whose_source_is_another_file(begun):
     train(begun, "next", 2, "lora")
     train(begun, "lora", 4)  # its newest checkpoint is another one now
     train(begun, "next", 4, "lora")
@@ -124,7 +123,7 @@ def test_the_source_may_be_a_run_whose_source_is_another_file(begun: Path) -> No
     )
 
 
-def test_what_the_task_changes_is_saved() -> None:
+def test_what_the_task_changes_is_saved():
     """Such as a target network."""
     tensors = [ArrayTensor(f"model/{name}", np.zeros((3, 2), np.float32)) for name in "abc"]
     weight = FrozenWeight("there", (3, 2), "float32", "00000000")
@@ -139,7 +138,7 @@ def test_what_the_task_changes_is_saved() -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (16384,), (40_000, 3), (5, 30_000)])
-def test_a_change_of_the_last_rows_is_found(shape: tuple[int, ...]) -> None:
+def test_a_change_of_the_last_rows_is_found(shape):
     """Such as those of new tokens."""
     tensor = ArrayTensor("model/a", np.zeros(shape, np.float32))
     record = FrozenRecord("base", "/base", {"model/a": FrozenWeight("there", shape, "float32", "00000000")})
@@ -150,7 +149,7 @@ def test_a_change_of_the_last_rows_is_found(shape: tuple[int, ...]) -> None:
         tensor.array[(-1,) * len(shape)] = 1
 
 
-def test_what_a_resumed_run_trains_is_saved() -> None:
+def test_what_a_resumed_run_trains_is_saved():
     """A layer that was frozen before."""
     tensor = ArrayTensor("model/a", np.zeros(3, np.float32), is_trained=True)
     record = FrozenRecord("base", "/base", {"model/a": FrozenWeight("there", (3,), "float32", "00000000")})

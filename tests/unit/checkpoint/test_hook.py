@@ -133,7 +133,7 @@ class Run:
         return [each for each in self.events if isinstance(each, kind)]
 
 
-def test_saves_by_steps_and_at_the_end_and_resumes(tmp_path: Path) -> None:
+def test_saves_by_steps_and_at_the_end_and_resumes(tmp_path):
     run = Run(tmp_path, every_steps=3, mode="sync")
     run.attempt(Interrupt(8))
     assert run.said("checkpoint_saved") == [3, 6, 8]
@@ -146,7 +146,7 @@ def test_saves_by_steps_and_at_the_end_and_resumes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("steps", [7, 12])
-def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path, mode: str, steps: int) -> None:
+def test_weights_that_are_not_finite_are_never_saved(tmp_path, mode, steps):
     """Neither at the end of the run nor when a checkpoint is due before; a new attempt would not help."""
     run = Run(tmp_path, every_steps=4, mode=mode)
     with pytest.raises(NoRequeue, match=r"checkpoint of step \d+ was not written: rank 0: model/weight is not finite"):
@@ -156,13 +156,13 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path, mode: str, 
     assert run.store.steps() == [4]
 
 
-def test_saves_by_epochs(tmp_path: Path) -> None:
+def test_saves_by_epochs(tmp_path):
     run = Run(tmp_path, every_epochs=1, mode="sync")
     run.attempt()
     assert run.said("checkpoint_saved") == [4, 8, 10]
 
 
-def test_in_the_background_every_announced_one_is_sound(tmp_path: Path) -> None:
+def test_in_the_background_every_announced_one_is_sound(tmp_path):
     run = Run(tmp_path, every_steps=1, keep_last=100)
     run.attempt(steps=200)
     said = run.said("checkpoint_saved")
@@ -170,7 +170,7 @@ def test_in_the_background_every_announced_one_is_sound(tmp_path: Path) -> None:
     assert all(run.store.load(step).arrays["model/weight"][0] == step for step in said)
 
 
-def test_saves_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saves_by_the_clock(tmp_path, monkeypatch):
     monkeypatch.setattr(policy_module, "FIRST_S", 0.0)
     monkeypatch.setattr(policy_module, "LEAST_S", 1e9)
     run = Run(tmp_path)
@@ -178,7 +178,7 @@ def test_saves_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(run.said("checkpoint_saved")) == 2, "one to measure what it costs, and the end"
 
 
-def test_the_best_one_is_kept(tmp_path: Path) -> None:
+def test_the_best_one_is_kept(tmp_path):
     losses = {1: 5.0, 2: 4.0, 3: 2.0, 4: 3.0, 5: 9.0, 6: 9.0, 7: float("nan")}
     run = Run(tmp_path, interval="none", best_metric="loss", keep_last=1)
     run.attempt(losses=losses, steps=7)
@@ -193,9 +193,7 @@ def test_the_best_one_is_kept(tmp_path: Path) -> None:
         Run(tmp_path / "other", best_metric="accuracy").attempt(losses=losses)
 
 
-def test_after_a_best_one_that_could_not_be_saved_the_next_best_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_best_one_that_could_not_be_saved_the_next_best_is(tmp_path, monkeypatch):
     run = Run(tmp_path, interval="none", best_metric="loss", mode="sync")
     fill, free = (
         Interrupt(step, partial(monkeypatch.setattr, saver_module, "LEAST_SPARE_BYTES", spare))
@@ -223,7 +221,7 @@ def held(run: Run) -> threading.Event:
     return free
 
 
-def test_an_improvement_while_another_is_in_flight_does_not_wait_for_the_disk(tmp_path: Path) -> None:
+def test_an_improvement_while_another_is_in_flight_does_not_wait_for_the_disk(tmp_path):
     run = Run(tmp_path, interval="none", best_metric="loss", keep_last=1)
     free = held(run)
     run.attempt(Interrupt(6, free.set), losses=dict(enumerate([9, 5, 4, 2, 3, 2.5, 9, 9, 9])), steps=8)
@@ -232,11 +230,11 @@ def test_an_improvement_while_another_is_in_flight_does_not_wait_for_the_disk(tm
     assert run.store.steps() == [3, 8]
 
 
-def test_a_stop_request_gives_up_what_is_in_flight_and_writes_once(tmp_path: Path) -> None:
+def test_a_stop_request_gives_up_what_is_in_flight_and_writes_once(tmp_path):
     run = Run(tmp_path, every_steps=2)
     free = held(run)
 
-    def stop() -> StopReason:
+    def stop():
         Timer(0.5, free.set).start()
         return StopReason.REQUESTED
 
@@ -246,11 +244,11 @@ def test_a_stop_request_gives_up_what_is_in_flight_and_writes_once(tmp_path: Pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000005"]
 
 
-def test_a_stop_request_does_not_cost_the_best_one(tmp_path: Path) -> None:
+def test_a_stop_request_does_not_cost_the_best_one(tmp_path):
     run = Run(tmp_path, interval="none", best_metric="loss")
     free = held(run)
 
-    def stop() -> StopReason:
+    def stop():
         Timer(0.5, free.set).start()
         return StopReason.REQUESTED
 
@@ -258,11 +256,11 @@ def test_a_stop_request_does_not_cost_the_best_one(tmp_path: Path) -> None:
     assert run.said("checkpoint_saved") == [1, 3, 5] and best_steps(run.store) == {3}
 
 
-def test_an_error_does_not_wait_until_what_is_in_flight_is_written(tmp_path: Path) -> None:
+def test_an_error_does_not_wait_until_what_is_in_flight_is_written(tmp_path):
     run = Run(tmp_path, every_steps=4)
     free = held(run)
 
-    def fail() -> None:
+    def fail():
         Timer(0.5, free.set).start()
         raise RunFailed("it breaks", "repair it")
 
@@ -271,9 +269,7 @@ def test_an_error_does_not_wait_until_what_is_in_flight_is_written(tmp_path: Pat
     assert [shard.stat().st_size for shard in tmp_path.glob("*/shard-*")] == [0]
 
 
-def test_saves_that_fail_are_told_by_their_number_and_tried_again_before_they_are_due(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_saves_that_fail_are_told_by_their_number_and_tried_again_before_they_are_due(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(policy_module, "RETRY_S", 0.0)
     monkeypatch.setattr(saver_module, "LEAST_SPARE_BYTES", 1 << 60)
     run = Run(tmp_path, every_steps=3, mode="sync", overhead_budget=1e9)
@@ -284,7 +280,7 @@ def test_saves_that_fail_are_told_by_their_number_and_tried_again_before_they_ar
     assert "5 CHECKPOINTS IN A ROW FAILED" in capsys.readouterr().out
 
 
-def test_another_metric_begins_with_no_best_value(tmp_path: Path) -> None:
+def test_another_metric_begins_with_no_best_value(tmp_path):
     run = Run(tmp_path, interval="none", best_metric="loss")
     run.attempt(losses={1: 2.0}, steps=1)
     run.attempt(losses={2: 3.0}, steps=2)
@@ -295,9 +291,7 @@ def test_another_metric_begins_with_no_best_value(tmp_path: Path) -> None:
     assert best_steps(other.store) == {3}, "1.0 is less than 2.0, but that was the best of another rule"
 
 
-def test_a_failed_save_is_told_and_training_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_save_is_told_and_training_goes_on(tmp_path, monkeypatch, capsys):
     spare = saver_module.LEAST_SPARE_BYTES
     run = Run(tmp_path, every_steps=2, mode="sync")
     fill = Interrupt(3, lambda: monkeypatch.setattr(saver_module, "LEAST_SPARE_BYTES", 1 << 60))
@@ -309,7 +303,7 @@ def test_a_failed_save_is_told_and_training_goes_on(
     assert "checkpoint of step 4 FAILED: rank 0: " in capsys.readouterr().out
 
 
-def test_a_last_save_that_fails_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_last_save_that_fails_fails_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(saver_module, "LEAST_SPARE_BYTES", 1 << 60)
     run = Run(tmp_path, interval="none")
     with pytest.raises(RunFailed, match="step 10 was not written"):
@@ -317,10 +311,10 @@ def test_a_last_save_that_fails_fails_the_run(tmp_path: Path, monkeypatch: pytes
     assert run.said("checkpoint_failed") == [10]
 
 
-def test_a_replaced_attempt_ends(tmp_path: Path) -> None:
+def test_a_replaced_attempt_ends(tmp_path):
     calls = []
 
-    def fence() -> None:
+    def fence():
         calls.append(1)
         if len(calls) > 2:
             raise Replaced("attempt 1 has been replaced by attempt 2")
@@ -331,7 +325,7 @@ def test_a_replaced_attempt_ends(tmp_path: Path) -> None:
     assert run.said("checkpoint_saved") == [1, 2] and run.store.steps() == [1, 2]
 
 
-def test_fresh_puts_the_old_ones_aside(tmp_path: Path) -> None:
+def test_fresh_puts_the_old_ones_aside(tmp_path):
     run = Run(tmp_path, every_steps=3, mode="sync")
     run.attempt(Interrupt(8))
     Run(tmp_path, seed=1, every_steps=5, mode="sync").attempt(fresh=True)
@@ -339,7 +333,7 @@ def test_fresh_puts_the_old_ones_aside(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("superseded-step-*"))) == 3
 
 
-def test_a_changed_run_file_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
+def test_a_changed_run_file_is_refused_and_nothing_is_touched(tmp_path):
     run = Run(tmp_path)
     run.attempt(Interrupt(8))
     before = sorted(path.name for path in tmp_path.iterdir())
@@ -348,15 +342,15 @@ def test_a_changed_run_file_is_refused_and_nothing_is_touched(tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
-def test_a_store_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_store_of_something_else_is_refused(tmp_path):
     with closing(CheckpointStore(tmp_path)) as store:
         store.save({"x": np.zeros(1)})
     with pytest.raises(UserError, match="not from a training run"):
         Run(tmp_path).attempt()
 
 
-def test_no_memory_for_a_snapshot_is_a_checkpoint_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Counter, num_bytes: int) -> Any:
+def test_no_memory_for_a_snapshot_is_a_checkpoint_that_failed(tmp_path, monkeypatch):
+    def refuse(self, num_bytes):
         raise MemoryError(f"{num_bytes} bytes")
 
     monkeypatch.setattr(Counter, "staging", refuse, raising=False)
@@ -391,7 +385,7 @@ class Memory(BaseHook):
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_state_of_hooks_is_resumed_as_if_nothing_had_happened(tmp_path: Path, mode: str) -> None:
+def test_state_of_hooks_is_resumed_as_if_nothing_had_happened(tmp_path, mode):
     run, memory = Run(tmp_path, every_steps=2, mode=mode), Memory()
     run.attempt(memory, Interrupt(5))
     saved = run.store.load(4 if mode == "sync" else None)
@@ -402,9 +396,7 @@ def test_state_of_hooks_is_resumed_as_if_nothing_had_happened(tmp_path: Path, mo
     assert resumed.sums.tolist() == [55.0, 55.0]
 
 
-def test_declared_state_is_resumed_and_restored_for_an_evaluation(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_declared_state_is_resumed_and_restored_for_an_evaluation(tmp_path, capsys):
     run = Run(tmp_path, every_steps=2, mode="sync", keep_last=10)
     lanes, other = Memory("lanes"), Memory()
     run.attempt(lanes, Interrupt(5), state=kept_state({"lanes": PerRank(other), "level": lanes}))
@@ -420,9 +412,7 @@ def test_declared_state_is_resumed_and_restored_for_an_evaluation(
     assert judged.steps == lanes.steps == [1, 2, 3, 4, 5] and judged.sums.tolist() == [15, 15]
 
 
-def test_a_hook_that_is_new_begins_anew_and_one_that_is_gone_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hook_that_is_new_begins_anew_and_one_that_is_gone_is_told(tmp_path, capsys):
     run = Run(tmp_path, every_steps=2)
     run.attempt(Memory("first"), Interrupt(4))
     second = Memory("second")
@@ -439,9 +429,7 @@ def test_a_hook_that_is_new_begins_anew_and_one_that_is_gone_is_told(
         (({"count": 1}, {"count": 2}), "two objects with state are called hook 'memory'"),
     ],
 )
-def test_state_that_cannot_be_saved_is_refused_before_the_first_step(
-    tmp_path: Path, states: Sequence[Any], problem: str
-) -> None:
+def test_state_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path, states, problem):
     hooks = [Memory() for _ in states]
     for hook, state in zip(hooks, states, strict=True):
         hook.state_dict = lambda state=state: state  # type: ignore[method-assign]
@@ -450,7 +438,7 @@ def test_state_that_cannot_be_saved_is_refused_before_the_first_step(
     assert hooks[0].steps == []
 
 
-def test_a_checkpoint_that_was_purged_is_told() -> None:
+def test_a_checkpoint_that_was_purged_is_told():
     """Training began again without a word."""
     one, two = Attempt(number=1, to_step=64), Attempt(number=2)
     assert gone_since([one, two]) == "the checkpoint of step 64, which attempt 1 left, is gone"

@@ -68,7 +68,7 @@ WRITERS: dict[str, Callable[[dict[str, Any], Path], None]] = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_an_encoder_is_taken_from_each_kind_of_file_under_another_beginning(name: str, tmp_path: Path) -> None:
+def test_an_encoder_is_taken_from_each_kind_of_file_under_another_beginning(name, tmp_path):
     path, state = tmp_path / name, encoder()
     WRITERS[name](state, path)
     framework = make_framework(alone(), Network, ema_decay=0.5)
@@ -81,7 +81,7 @@ def test_an_encoder_is_taken_from_each_kind_of_file_under_another_beginning(name
     assert torch.equal(average.tensor, state["0.weight"])
 
 
-def test_folders_of_hugging_face_models_in_one_file_and_in_several(tmp_path: Path) -> None:
+def test_folders_of_hugging_face_models_in_one_file_and_in_several(tmp_path):
     state = Network().state_dict()
     as_safetensors(state, tmp_path / "model.safetensors")
     cut = tmp_path / "cut"
@@ -117,9 +117,7 @@ class Evil:
         ({"weight": torch.zeros(2, dtype=torch.float8_e4m3fn)}, "float8_e4m3fn, which cannot be read"),
     ],
 )
-def test_files_that_hold_more_than_weights_are_refused_and_nothing_is_run(
-    content: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_that_hold_more_than_weights_are_refused_and_nothing_is_run(content, said, tmp_path, capsys):
     path = tmp_path / "weights.pt"
     path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
     with pytest.raises(UserError, match=said):
@@ -127,7 +125,7 @@ def test_files_that_hold_more_than_weights_are_refused_and_nothing_is_run(
     assert "unpickled" not in capsys.readouterr().out
 
 
-def test_a_file_of_another_kind_is_wrong_input(tmp_path: Path) -> None:
+def test_a_file_of_another_kind_is_wrong_input(tmp_path):
     """It was a failure, exit code 70, after which a run is started again."""
     path = tmp_path / "wave.py"
     path.write_text("import numpy as np\n")
@@ -135,7 +133,7 @@ def test_a_file_of_another_kind_is_wrong_input(tmp_path: Path) -> None:
         load_initial(WeightSource(str(path)), make_framework(alone(), Network))
 
 
-def test_a_partial_match_has_to_be_meant() -> None:
+def test_a_partial_match_has_to_be_meant():
     wanted = {"model.a.weight": (2,), "model.b.weight": (2,), "head.weight": (5,)}
     found = {"a.weight": (2,), "b.weight": (2,), "head.weight": (3,), "head.bias": (3,), "pool": (1,)}
     with pytest.raises(UserError, match="no weight of x") as nothing:
@@ -174,10 +172,10 @@ def make_keras() -> Any:
     return make_framework
 
 
-def test_keras_files_by_their_own_names(make_keras: Any, tmp_path: Path) -> None:
+def test_keras_files_by_their_own_names(make_keras, tmp_path):
     import keras
 
-    def model(width: int = 3) -> Any:
+    def model(width=3):
         layers = keras.layers
         return keras.Sequential(
             [keras.Input((12,)), layers.Dense(5), layers.BatchNormalization(), layers.Dense(width, name=f"head{width}")]
@@ -245,7 +243,7 @@ def saved(framework: Any, folder: Path) -> str:
     return str(folder)
 
 
-def test_an_adapter_is_exported_alone_and_merged(tmp_path: Path, cli) -> None:
+def test_an_adapter_is_exported_alone_and_merged(tmp_path, cli):
     framework = make_framework(alone(), Adapted)
     x = np.random.default_rng(0).normal(size=(4, 12)).astype(np.float32)
     for _ in range(3):
@@ -270,7 +268,7 @@ def test_an_adapter_is_exported_alone_and_merged(tmp_path: Path, cli) -> None:
     assert torch.equal(again.model.layer.lora_B.weight, framework.model.layer.lora_B.weight) and len(match.taken) == 4
 
 
-def test_a_plain_network_has_the_weights_of_one_with_adapters(tmp_path: Path) -> None:
+def test_a_plain_network_has_the_weights_of_one_with_adapters(tmp_path):
     plain, path = Adapted(), tmp_path / "plain.safetensors"
     plain.layer = nn.Linear(12, 4)
     as_safetensors(plain.state_dict(), path)
@@ -280,7 +278,7 @@ def test_a_plain_network_has_the_weights_of_one_with_adapters(tmp_path: Path) ->
     assert torch.equal(framework.model.layer.base_layer.weight, plain.layer.weight)
 
 
-def test_names_of_peft_are_found_under_those_of_the_plain_network() -> None:
+def test_names_of_peft_are_found_under_those_of_the_plain_network():
     wanted = {
         "base_model.model.a.base_layer.weight": "a.weight",
         "base_model.model.head.original_module.bias": "head.bias",
@@ -292,7 +290,7 @@ def test_names_of_peft_are_found_under_those_of_the_plain_network() -> None:
     assert found == {name: source[plain] for name, plain in wanted.items()} | {"c.weight": source["c.weight"]}
 
 
-def test_a_whole_model_has_nothing_frozen(tmp_path: Path, cli) -> None:
+def test_a_whole_model_has_nothing_frozen(tmp_path, cli):
     path = saved(make_framework(alone(), Network), tmp_path / "checkpoints")
     out = tmp_path / "out.safetensors"
     cli("ckpt", "export", path, "-o", out, "--trainable-only", "--rename", "encoder.=bert.")
@@ -309,21 +307,19 @@ def test_a_whole_model_has_nothing_frozen(tmp_path: Path, cli) -> None:
         (["--like", "."], "holds no config.json"),
     ],
 )
-def test_exports_that_cannot_be_made(
-    options: list[str], said: str, tmp_path: Path, cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exports_that_cannot_be_made(options, said, tmp_path, cli, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = saved(make_framework(alone(), Network), tmp_path / "checkpoints")
     assert said in cli("ckpt", "export", path, "-o", tmp_path / "out.safetensors", *options, code=64).err
 
 
-def test_adapters_of_other_kinds_are_not_merged() -> None:
-    def arrays(**more: tuple[int, ...]) -> dict[str, Any]:
+def test_adapters_of_other_kinds_are_not_merged():
+    def arrays(**more):
         shapes = {"a.base_layer.weight": (4, 6), "a.lora_A.x.weight": (2, 6), "a.lora_B.x.weight": (4, 2)}
         named = {name.replace("__", "."): shape for name, shape in more.items()}
         return {name: np.ones(shape, np.float32) for name, shape in (shapes | named).items()}
 
-    def merged(arrays: dict[str, Any]) -> Any:
+    def merged(arrays):
         return merge_lora(arrays, dict.fromkeys(arrays, "float32"), 4.0)
 
     assert (merged(arrays())[0]["a.weight"] == 5).all()
@@ -339,7 +335,7 @@ def test_adapters_of_other_kinds_are_not_merged() -> None:
             merged(arrays(**wrong))
 
 
-def test_a_folder_for_from_pretrained(tmp_path: Path, cli) -> None:
+def test_a_folder_for_from_pretrained(tmp_path, cli):
     like = tmp_path / "base"
     like.mkdir()
     for name in ("config.json", "adapter_config.json", "tokenizer.json", "model.safetensors", "pytorch_model.bin"):
@@ -355,9 +351,7 @@ def test_a_folder_for_from_pretrained(tmp_path: Path, cli) -> None:
     assert (like / "model.safetensors").read_text() == "{}"
 
 
-def test_a_large_model_is_exported_in_several_files_and_an_index(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_model_is_exported_in_several_files_and_an_index(tmp_path, monkeypatch):
     """As Hugging Face writes them; what another export left there is gone, since loaders would prefer it."""
     like, out = tmp_path / "base", tmp_path / "out"
     like.mkdir()
@@ -386,7 +380,7 @@ def test_a_large_model_is_exported_in_several_files_and_an_index(
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_torch_dcp_reads_such_folders_and_writes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli) -> None:
+def test_torch_dcp_reads_such_folders_and_writes_them(tmp_path, monkeypatch, cli):
     """By its storage of safetensors: that of its own has a pickle."""
     from torch.distributed import checkpoint as dcp
 
@@ -408,8 +402,8 @@ def test_torch_dcp_reads_such_folders_and_writes_them(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("where", ["whole", "inside"])
-def test_names_are_those_without_torch_compile(where: str, tmp_path: Path) -> None:
-    def compiled() -> Any:
+def test_names_are_those_without_torch_compile(where, tmp_path):
+    def compiled():
         model = Network()
         if where == "whole":
             return torch.compile(model, backend="eager")
@@ -439,13 +433,13 @@ class OtherStage(Group):
         return [value, self.said]
 
 
-def test_frozen_weights_of_other_stages_count() -> None:
+def test_frozen_weights_of_other_stages_count():
     own = [ArrayTensor("model/a", np.zeros(1), is_trained=True)]
     assert trained_alone(own, OtherStage({"model/b": False})) == ["model/a"]
     assert trained_alone(own, OtherStage({"model/b": True})) is None
 
 
-def test_a_stage_may_have_none_of_the_weights_that_the_model_takes(tmp_path: Path) -> None:
+def test_a_stage_may_have_none_of_the_weights_that_the_model_takes(tmp_path):
     """Such as a new head. Of the whole model, it is told what was taken, and what is missing."""
     path = tmp_path / "weights.safetensors"
     as_safetensors({"body.weight": torch.ones(4, 4), "old.bias": torch.ones(3)}, path)
@@ -460,7 +454,7 @@ def test_a_stage_may_have_none_of_the_weights_that_the_model_takes(tmp_path: Pat
         )
 
 
-def test_a_line_names_few_weights_of_many() -> None:
+def test_a_line_names_few_weights_of_many():
     """Adapters of a large model are hundreds; the event has all names."""
     many = tuple(f"layers.{number}.lora_A" for number in range(128))
     event = InitialWeights(step=0, path="base", taken=("a",), missing=many, unexpected=("b", "c"), reshaped=())

@@ -7,7 +7,6 @@ import hashlib
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,28 +93,28 @@ def expected() -> Manifest:
     return replace(GOOD, shards=shards)
 
 
-def test_what_is_encoded_is_parsed_back() -> None:
+def test_what_is_encoded_is_parsed_back():
     assert module.parse(encode(GOOD), "here") == expected()
 
 
-def test_a_manifest_without_shards_is_not_one_of_an_empty_state() -> None:
+def test_a_manifest_without_shards_is_not_one_of_an_empty_state():
     with pytest.raises(DamagedCheckpoint, match="it lists no shard"):
         module.parse(forge(document() | {"shards": []}), "here")
 
 
-def test_an_index_knows_the_size_of_the_file_that_ends_in_it() -> None:
+def test_an_index_knows_the_size_of_the_file_that_ends_in_it():
     for shard, entry in zip(GOOD.shards, document()["shards"], strict=True):
         text = re.search(rb'\{"file":"%s".*?\]\}' % shard.file.encode(), encode(GOOD), re.DOTALL)
         assert text and json.loads(text[0]) == entry
         assert entry["bytes"] == shard.hdf5_bytes + len(shard_index.framed(text[0], shard.hdf5_bytes))
 
 
-def test_the_file_is_plain_json() -> None:
+def test_the_file_is_plain_json():
     assert set(json.loads(encode(GOOD))) == {"sha256", "manifest"}
 
 
 @given(st.data())
-def test_any_changed_byte_is_found(data: st.DataObject) -> None:
+def test_any_changed_byte_is_found(data):
     good = encode(GOOD)
     at = data.draw(st.integers(0, len(good) - 1))
     bad = bytearray(good)
@@ -125,7 +124,7 @@ def test_any_changed_byte_is_found(data: st.DataObject) -> None:
 
 
 @given(st.integers(0, len(encode(GOOD)) - 1))
-def test_any_truncation_is_found(length: int) -> None:
+def test_any_truncation_is_found(length):
     with pytest.raises(DamagedCheckpoint):
         module.parse(encode(GOOD)[:length], "here")
 
@@ -186,7 +185,7 @@ CRAFTED = [
 
 
 @pytest.mark.parametrize(("path", "value"), CRAFTED)
-def test_crafted_values_are_refused(path: tuple[Any, ...], value: Any) -> None:
+def test_crafted_values_are_refused(path, value):
     crafted = document()
     at = crafted
     for key in path[:-1]:
@@ -197,14 +196,14 @@ def test_crafted_values_are_refused(path: tuple[Any, ...], value: Any) -> None:
 
 
 @pytest.mark.parametrize("key", ["format", "version", "step", "ranks", "meta", "shards"])
-def test_every_key_is_needed(key: str) -> None:
+def test_every_key_is_needed(key):
     crafted = document()
     del crafted[key]
     with pytest.raises(DamagedCheckpoint, match=key):
         module.parse(forge(crafted), "here")
 
 
-def test_missing_shard_and_repeated_tensor() -> None:
+def test_missing_shard_and_repeated_tensor():
     crafted = document()
     del crafted["shards"][1]
     with pytest.raises(DamagedCheckpoint):
@@ -216,14 +215,14 @@ def test_missing_shard_and_repeated_tensor() -> None:
 
 
 @pytest.mark.parametrize("body", [b"[" * 100_000, b'{"a": 1, "a": 2}', b"NaN", b"\xff", b"1" * 5000])
-def test_json_that_is_none_or_dangerous(body: bytes) -> None:
+def test_json_that_is_none_or_dangerous(body):
     framed = b'{"sha256": "%s", "manifest": %s}\n' % (hashlib.sha256(body).hexdigest().encode(), body)
     with pytest.raises(DamagedCheckpoint):
         module.parse(framed, "here")
 
 
 @pytest.mark.parametrize("version", [1, 3, 99])
-def test_another_version_than_is_written_is_the_users_to_solve(version: int) -> None:
+def test_another_version_than_is_written_is_the_users_to_solve(version):
     crafted = document()
     assert crafted["version"] == 2
     crafted["version"] = version
@@ -231,14 +230,14 @@ def test_another_version_than_is_written_is_the_users_to_solve(version: int) -> 
         module.parse(forge(crafted), "here")
 
 
-def test_another_steps_manifest(tmp_path: Path) -> None:
+def test_another_steps_manifest(tmp_path):
     (tmp_path / "manifest.json").write_bytes(encode(GOOD))
     assert module.read(tmp_path, 7) == expected()
     with pytest.raises(DamagedCheckpoint, match="another checkpoint"):
         module.read(tmp_path, 8)
 
 
-def test_a_link_or_a_pipe_is_no_manifest(tmp_path: Path) -> None:
+def test_a_link_or_a_pipe_is_no_manifest(tmp_path):
     import os
 
     (tmp_path / "real.json").write_bytes(encode(GOOD))
@@ -252,6 +251,6 @@ def test_a_link_or_a_pipe_is_no_manifest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("meta", [{"a": float("nan")}, {"a": object()}, {"a": {1, 2}}])
-def test_meta_must_be_json(meta: dict[str, Any]) -> None:
+def test_meta_must_be_json(meta):
     with pytest.raises(UserError, match="meta"):
         encode(Manifest(1, 1, (), meta))

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,7 @@ MOST_MIB = 16.0
 
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
-def test_a_large_state_is_read_once_and_is_held_once(framework: str, tmp_path: Path) -> None:
+def test_a_large_state_is_read_once_and_is_held_once(framework, tmp_path):
     if find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed")
     command = [sys.executable, "-m", "tests.support.memory_of_reading", framework, str(tmp_path)]
@@ -32,7 +31,7 @@ def test_a_large_state_is_read_once_and_is_held_once(framework: str, tmp_path: P
 
 
 @pytest.mark.slow
-def test_ranks_of_any_plan_read_what_they_hold_of_what_any_other_saved(tmp_path: Path) -> None:
+def test_ranks_of_any_plan_read_what_they_hold_of_what_any_other_saved(tmp_path):
     """Columns of what was written by ranks that have rows, and rows of what was written by columns."""
     command = [sys.executable, "-m", "tests.support.memory_of_columns", str(tmp_path)]
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # else malloc keeps what was freed before
@@ -46,7 +45,7 @@ def test_ranks_of_any_plan_read_what_they_hold_of_what_any_other_saved(tmp_path:
 
 
 @pytest.mark.slow
-def test_ranks_read_what_they_hold_of_few_tensors_and_of_5000(tmp_path: Path) -> None:
+def test_ranks_read_what_they_hold_of_few_tensors_and_of_5000(tmp_path):
     """At the plan that saved, at another, and whole."""
     command = [sys.executable, "-m", "tests.support.memory_of_plans", str(tmp_path)]
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=240)

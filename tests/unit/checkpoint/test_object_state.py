@@ -83,14 +83,14 @@ def resumed(declared: Mapping[str, Any], loaded: Loaded, rank: int = 0, ranks: i
     return restore(kept_state(declared), loaded, LEAVES, Ranks(rank, ranks), accepted)  # type: ignore[arg-type]
 
 
-def test_all_kinds_of_values_come_back_as_they_were() -> None:
+def test_all_kinds_of_values_come_back_as_they_were():
     box = Box(None)
     assert resumed({"all": box}, saved_by([lambda: {"all": Box(EVERYTHING)}], 1, 0)) == []
     assert repr(box.held) == repr(EVERYTHING)
     assert type(box.held["scale"]) is np.float32
 
 
-def test_all_ranks_take_over_that_of_rank_0() -> None:
+def test_all_ranks_take_over_that_of_rank_0():
     loaded = saved_by([lambda: {"level": Box(3)}, lambda: {"level": Box(4)}], 3, 2)
     box = Box(None)
     assert resumed({"level": box}, loaded, 2, 3) == [] and box.held == 3
@@ -98,7 +98,7 @@ def test_all_ranks_take_over_that_of_rank_0() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("old", [1, 2, 4])
-def test_what_can_be_split_is_shared_out_in_order(old: int, ranks: int) -> None:
+def test_what_can_be_split_is_shared_out_in_order(old, ranks):
     rows = np.arange(10).reshape(5, 2)
     makers = [lambda part=part: {"lanes": PerRank(Lanes(part), "split")} for part in np.array_split(rows, old)]
     parts = []
@@ -112,7 +112,7 @@ def test_what_can_be_split_is_shared_out_in_order(old: int, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("rule", "held"), [("keep", [10, 11, "new"]), ("reset", ["new", "new", "new"])])
-def test_other_numbers_of_ranks_keep_or_reset(rule: Any, held: list[Any]) -> None:
+def test_other_numbers_of_ranks_keep_or_reset(rule, held):
     makers = [lambda number=number: {"one": PerRank(Box(number), rule)} for number in (10, 11)]
     boxes = [Box("new") for _ in held]
     told = [
@@ -134,13 +134,13 @@ def test_other_numbers_of_ranks_keep_or_reset(rule: Any, held: list[Any]) -> Non
         ({"level": PerRank(Box(0))}, r"as one for all ranks, and the task declares it as each rank its own", "PerRank"),
     ],
 )
-def test_another_state_than_the_saved_one_is_refused(declared: dict[str, Any], problem: str, fix: str) -> None:
+def test_another_state_than_the_saved_one_is_refused(declared, problem, fix):
     with pytest.raises(UserError, match=problem) as caught:
         resumed(declared, saved_by([lambda: {"level": Box(3)}], 1, 0))
     assert fix in caught.value.fix
 
 
-def test_what_is_new_or_gone_can_be_accepted() -> None:
+def test_what_is_new_or_gone_can_be_accepted():
     box = Box("new")
     told = resumed({"more": box}, saved_by([lambda: {"level": Box(3)}], 1, 0), 0, 1, "state.level", "state.more")
     assert box.held == "new" and [line.partition(", as accepted")[0] for line in told] == [
@@ -149,9 +149,9 @@ def test_what_is_new_or_gone_can_be_accepted() -> None:
     ]
 
 
-def test_an_error_while_loading_is_one_sentence_with_the_state_and_the_line() -> None:
+def test_an_error_while_loading_is_one_sentence_with_the_state_and_the_line():
     class Strict(Box):
-        def load_state_dict(self, saved: Any) -> None:
+        def load_state_dict(self, saved):
             self.held = saved["missing"]
 
     with pytest.raises(UserError, match=r"state 'level': it cannot load .*: KeyError: 'missing' \(test_object"):
@@ -170,12 +170,12 @@ def test_an_error_while_loading_is_one_sentence_with_the_state_and_the_line() ->
         ({"level": Box({"x": np.array([object()])})}, "tensor 'state/level/x' has the type object"),
     ],
 )
-def test_what_cannot_be_saved_is_refused_by_name(declared: Any, problem: str) -> None:
+def test_what_cannot_be_saved_is_refused_by_name(declared, problem):
     with pytest.raises(UserError, match=problem):
         state_of(kept_state(declared), LEAVES)
 
 
-def test_a_value_that_holds_itself_is_refused() -> None:
+def test_a_value_that_holds_itself_is_refused():
     held: list[Any] = []
     held.append(held)
     with pytest.raises(UserError, match="state 'loop' is nested too deeply, or holds itself"):
@@ -183,19 +183,19 @@ def test_a_value_that_holds_itself_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("rule", "problem"), [("split", "cannot be split"), ("mean", "'mean'\\) is not a rule")])
-def test_a_wrong_rule_is_refused_where_it_is_written(rule: Any, problem: str) -> None:
+def test_a_wrong_rule_is_refused_where_it_is_written(rule, problem):
     with pytest.raises(UserError, match=problem):
         PerRank(Box(1), rule)
 
 
-def test_the_layout_stays_while_texts_and_lists_grow_a_little() -> None:
-    def shapes(held: Any) -> list[Any]:
+def test_the_layout_stays_while_texts_and_lists_grow_a_little():
+    def shapes(held):
         return [(tensor.name, tensor.shape) for tensor in state_of(kept_state({"s": Box(held)}), LEAVES).tensors]
 
     assert shapes({"file": "a.tar", "n": [1.0]}) == shapes({"file": "abc.tar", "n": [1.0] * 3})
 
 
-def test_rehearsals_change_nothing() -> None:
+def test_rehearsals_change_nothing():
     box, arrays = Box({"seen": 1}), Box(np.arange(3))
     with unchanged(kept_state({"box": box, "arrays": PerRank(arrays)}), LEAVES):
         box.held["seen"] = 2
@@ -203,7 +203,7 @@ def test_rehearsals_change_nothing() -> None:
     assert box.held == {"seen": 1} and arrays.held.tolist() == [0, 1, 2]
 
 
-def test_inspection_shows_what_objects_said_and_each_rank() -> None:
+def test_inspection_shows_what_objects_said_and_each_rank():
     makers = [
         lambda number=number: {"level": Box({"at": 3}), "lanes": PerRank(Box({"h": np.full(2, number)}))}
         for number in (5, 6)
@@ -216,7 +216,7 @@ def test_inspection_shows_what_objects_said_and_each_rank() -> None:
     assert tensor_differences(loaded, loaded) == []
 
 
-def test_complex_values_that_differ_in_phase_differ() -> None:
+def test_complex_values_that_differ_in_phase_differ():
     before, after = np.array([3.0, 1.0], np.complex64), np.array([3.0j, 1.0], np.complex64)
     found = compare("w", {"w": (lambda: before, "complex64")}, {"w": (lambda: after, "complex64")})
     assert found is not None and found.largest == pytest.approx(18**0.5) and found.changed == 1

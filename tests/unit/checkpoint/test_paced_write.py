@@ -7,7 +7,6 @@ import os
 import resource
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from threading import Event
 
 import numpy as np
@@ -21,7 +20,7 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize("size", [0, 1, MIB, 5 * MIB + 3, 40 * MIB + 1])
-def test_all_bytes_are_written_and_every_block_is_visited_once(tmp_path: Path, size: int) -> None:
+def test_all_bytes_are_written_and_every_block_is_visited_once(tmp_path, size):
     data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
     visited: list[tuple[int, int]] = []
     write_paced(tmp_path / "file", data, lambda *block: visited.append(block))
@@ -30,7 +29,7 @@ def test_all_bytes_are_written_and_every_block_is_visited_once(tmp_path: Path, s
     assert sorted(visited) == [(begin, min(size, begin + MIB)) for begin in begins]
 
 
-def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
+def test_a_file_that_is_there_is_not_written_over(tmp_path):
     (tmp_path / "file").write_bytes(b"mine")
     with pytest.raises(FileExistsError):
         write_paced(tmp_path / "file", np.zeros(10, np.uint8))
@@ -51,10 +50,10 @@ def stalled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Event]:
     free.set()
 
 
-def test_a_file_is_not_far_ahead_of_what_is_durable_and_can_be_dropped(tmp_path: Path, stalled: Event) -> None:
+def test_a_file_is_not_far_ahead_of_what_is_durable_and_can_be_dropped(tmp_path, stalled):
     taken, full, dropped = [], Event(), Event()
 
-    def visit(begin: int, end: int) -> None:
+    def visit(begin, end):
         taken.append(begin)
         if len(taken) * MIB == paced_write.FIRST_AHEAD_BYTES:
             full.set()
@@ -70,7 +69,7 @@ def test_a_file_is_not_far_ahead_of_what_is_durable_and_can_be_dropped(tmp_path:
     assert len(taken) * MIB == paced_write.FIRST_AHEAD_BYTES
 
 
-def test_a_full_disk_is_an_error_and_no_hang(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_and_no_hang(tmp_path):
     """The limit on the size of files gives the same as a disk does that is full in the middle."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10 * MIB, before[1]))
@@ -82,8 +81,8 @@ def test_a_full_disk_is_an_error_and_no_hang(tmp_path: Path) -> None:
     assert raised.value.errno == errno.EFBIG
 
 
-def test_a_sync_that_fails_is_an_error_and_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(descriptor: int) -> None:
+def test_a_sync_that_fails_is_an_error_and_no_hang(tmp_path, monkeypatch):
+    def fail(descriptor):
         raise OSError(errno.EIO, "the disk is gone")
 
     monkeypatch.setattr(os, "fdatasync", fail)

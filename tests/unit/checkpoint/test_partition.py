@@ -25,7 +25,7 @@ def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(shapes, st.integers(1, 9))
-def test_every_row_is_written_once_in_order(shapes: list[tuple[int, ...]], writers: int) -> None:
+def test_every_row_is_written_once_in_order(shapes, writers):
     tensors = [TensorSpec(f"t{index}", shape, "float32") for index, shape in enumerate(shapes)]
     parts = partition(tensors, writers)
     assert len(parts) == writers
@@ -42,7 +42,7 @@ def test_every_row_is_written_once_in_order(shapes: list[tuple[int, ...]], write
 
 
 @given(shapes, st.integers(1, 9))
-def test_shares_are_equal_within_a_row_or_a_small_tensor(shapes: list[tuple[int, ...]], writers: int) -> None:
+def test_shares_are_equal_within_a_row_or_a_small_tensor(shapes, writers):
     tensors = [TensorSpec(f"t{index}", shape, "float32") for index, shape in enumerate(shapes)]
     largest = max([64, *(tensor.row_bytes for tensor in tensors)])
     mean = sum(tensor.num_bytes for tensor in tensors) / writers
@@ -50,13 +50,13 @@ def test_shares_are_equal_within_a_row_or_a_small_tensor(shapes: list[tuple[int,
         assert abs(sum(piece.num_bytes for piece in part) - mean) <= largest + 1
 
 
-def test_an_empty_tensor_between_two_writers_is_written_once() -> None:
+def test_an_empty_tensor_between_two_writers_is_written_once():
     tensors = [TensorSpec(name, (rows,), "float32") for name, rows in (("a", 15), ("empty", 0), ("b", 10))]
     names = [[piece.tensor.name for piece in part] for part in partition(tensors, 2)]
     assert names == [["a"], ["empty", "b"]]
 
 
-def test_each_set_of_ranks_that_has_a_part_splits_it_among_itself() -> None:
+def test_each_set_of_ranks_that_has_a_part_splits_it_among_itself():
     """Rank 0 has ``a`` with rank 1, and ``b`` with rank 2."""
     held = {0: {"a": (0, 1), "b": (0, 2)}, 1: {"a": (0, 1)}, 2: {"b": (0, 2)}}
     written = []
@@ -69,21 +69,19 @@ def test_each_set_of_ranks_that_has_a_part_splits_it_among_itself() -> None:
 
 
 @pytest.mark.parametrize(("rows", "writers"), [(1023, 1), (1024, 2)])
-def test_a_tensor_is_shared_out_from_a_mebibyte_on(monkeypatch: pytest.MonkeyPatch, rows: int, writers: int) -> None:
+def test_a_tensor_is_shared_out_from_a_mebibyte_on(monkeypatch, rows, writers):
     monkeypatch.undo()  # of the small splits
     parts = partition([TensorSpec("a", (rows, 256), "float32")], 2)
     assert sum(bool(part) for part in parts) == writers
 
 
-def test_thousands_of_writers_and_tensors_take_no_time() -> None:
+def test_thousands_of_writers_and_tensors_take_no_time():
     tensors = [TensorSpec(f"t{index}", (64, 64), "float32") for index in range(5000)]
     assert sum(map(len, partition(tensors, 4096))) >= 5000
 
 
 @given(st.data(), tilings.shapes, st.integers(0, 2), st.integers(1, 3))
-def test_tiles_are_the_same_elements_in_pieces(
-    data: st.DataObject, shape: tuple[int, ...], axis: int, parts: int
-) -> None:
+def test_tiles_are_the_same_elements_in_pieces(data, shape, axis, parts):
     box = data.draw(tilings.boxes_within(shape))
     found = tiles(TensorPiece(TensorSpec("t", shape, "float32"), box), axis, parts)
     assert tiling_problem(box.shape, [piece.box.seen_from(box.begin) for piece in found]) is None
@@ -91,7 +89,7 @@ def test_tiles_are_the_same_elements_in_pieces(
 
 @pytest.mark.parametrize(("axis", "parts"), [(0, 1), (0, 3), (1, 1)])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_tiles_end_where_any_rank_s_part_ends(axis: int, parts: int, ranks: int) -> None:
+def test_tiles_end_where_any_rank_s_part_ends(axis, parts, ranks):
     """Whichever ranks write and read; and there are no more than that takes."""
     tensor = TensorSpec("t", (240, 960), "float32")
     length = tensor.shape[axis] // parts // ranks
@@ -103,7 +101,7 @@ def test_tiles_end_where_any_rank_s_part_ends(axis: int, parts: int, ranks: int)
     assert max(map(len, written)) <= 8 * parts
 
 
-def test_the_columns_of_very_many_writers_are_not_cut_into_crumbs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_columns_of_very_many_writers_are_not_cut_into_crumbs(monkeypatch):
     """64 of them have 16 KiB each of a tensor of 1 MiB."""
     monkeypatch.undo()  # of the small splits
     tensor = TensorSpec("t", (512, 512), "float32")
@@ -112,7 +110,7 @@ def test_the_columns_of_very_many_writers_are_not_cut_into_crumbs(monkeypatch: p
     assert len(tiles(rows_of(tensor, 8, 8), 0, 1)) == 1
 
 
-def test_small_tensors_are_not_cut_into_tiles() -> None:
+def test_small_tensors_are_not_cut_into_tiles():
     for count in (1, 2, 4, 8):
         rows = count * module.LEAST_TILE_BYTES // 4 // 8
         for shape in ((rows, 8), (8, rows)):
@@ -121,13 +119,13 @@ def test_small_tensors_are_not_cut_into_tiles() -> None:
             assert all(sum(tile.box.size for tile in tiles(piece, axis, 1)) == 8 * rows for axis in range(3))
 
 
-def test_pieces_of_one_tensor_in_a_shard_have_names_of_their_own() -> None:
+def test_pieces_of_one_tensor_in_a_shard_have_names_of_their_own():
     alone, cut = TensorSpec("alone", (2,), "float32"), TensorSpec("cut", (4, 3), "float32")
     parts = [TensorPiece(cut, Box((0, 0), (1, 3))), TensorPiece(cut, Box((2, 0), (2, 3)))]
     assert [piece.path for piece in named_apart([whole(alone), *parts])] == ["alone", "cut[0, 0]", "cut[2, 0]"]
 
 
 @pytest.mark.parametrize(("into", "row"), [(24, 0), (40, 1), (88, 1), (104, 2), (120, 2)])
-def test_a_cut_is_at_the_nearest_row(into: int, row: int) -> None:
+def test_a_cut_is_at_the_nearest_row(into, row):
     tensor = TensorSpec("t", (4, 16), "float32")
     assert module.cut([tensor], [tensor.num_bytes], into) == (0, row)

@@ -24,12 +24,12 @@ def calls(root: Path) -> list[Call]:
     return record(root, [sys.executable], dict(os.environ), "alone")
 
 
-def test_everything_is_synced_before_the_rename_and_the_rename_before_anything_else(calls: list[Call]) -> None:
+def test_everything_is_synced_before_the_rename_and_the_rename_before_anything_else(calls):
     check_order(calls)
 
 
 @pytest.mark.parametrize("kind", ["shard", "manifest", "folder"])
-def test_an_order_without_a_sync_is_found(calls: list[Call], kind: str) -> None:
+def test_an_order_without_a_sync_is_found(calls, kind):
     """The check is no empty one."""
     wanted = {"shard": ".h5", "manifest": "manifest.json", "folder": "checkpoints"}[kind]
     second_save = calls[next(number for number, call in enumerate(calls) if announces(call)) :]
@@ -39,7 +39,5 @@ def test_an_order_without_a_sync_is_found(calls: list[Call], kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_power_loss_after_any_call_leaves_a_sound_newest_checkpoint(
-    root: Path, calls: list[Call], tmp_path: Path
-) -> None:
+def test_a_power_loss_after_any_call_leaves_a_sound_newest_checkpoint(root, calls, tmp_path):
     check_losses(root, calls, tmp_path, SEED)

@@ -34,7 +34,7 @@ from hpctrain.train.hooks import BaseHook, Hook, StopReason
 from hpctrain.train.loop import Trainer
 from tests.support.faults import FileServer
 from tests.support.object_store import REFUSALS, ObjectStore
-from tests.support.thread_groups import ThreadGroup, in_threads
+from tests.support.thread_groups import in_threads
 from tests.unit.checkpoint.test_hook import Counter, Interrupt, Lost, Run, lose
 
 pytest.importorskip("obstore", reason="the extra lake is not installed")
@@ -106,7 +106,7 @@ def there(tmp_path: Path, object_store: ObjectStore, monkeypatch: pytest.MonkeyP
     return Site(tmp_path, f"{object_store.make_bucket(tmp_path.name.replace('_', '-'))}/runs/digits")
 
 
-def test_a_run_whose_folder_is_lost_resumes_from_the_store_and_ends_the_same(there: Site) -> None:
+def test_a_run_whose_folder_is_lost_resumes_from_the_store_and_ends_the_same(there):
     there.loses_all()
     assert there.steps() == [16, 24, 32], "as many as the run folder keeps"
     assert there.attempt(steps=48).weight.tolist() == [48.0] * 3
@@ -115,7 +115,7 @@ def test_a_run_whose_folder_is_lost_resumes_from_the_store_and_ends_the_same(the
     assert [path.name for path in there.folder.glob(".*")] == [], "what was fetched is gone"
 
 
-def test_what_the_run_folder_has_is_not_fetched_and_what_the_store_lacks_is_sent(site: Site) -> None:
+def test_what_the_run_folder_has_is_not_fetched_and_what_the_store_lacks_is_sent(site):
     run, url = site.run, site.store
     site.store = StoreTierConfig(f"{site.url}/other")
     run.attempt(steps=10)
@@ -124,16 +124,14 @@ def test_what_the_run_folder_has_is_not_fetched_and_what_the_store_lacks_is_sent
     assert site.resumed() == (10, None) and site.steps() == [10]
 
 
-def test_every_steps_takes_the_first_at_or_after_and_the_last(tmp_path: Path) -> None:
+def test_every_steps_takes_the_first_at_or_after_and_the_last(tmp_path):
     site = Site(tmp_path, f"file://{tmp_path}/store", every_steps=20)
     site.attempt(steps=49)
     stored = [each.step for each in site.run.of(CheckpointStored)]
     assert stored == [8, 24, 40, 49]
 
 
-def test_a_store_that_fails_three_calls_of_ten_loses_nothing(
-    there: Site, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_fails_three_calls_of_ten_loses_nothing(there, object_store, monkeypatch):
     monkeypatch.setattr(object_store_module, "RETRIES", 8)
     object_store.fail("all-flaky", 10**6)
     there.loses_all()
@@ -143,9 +141,7 @@ def test_a_store_that_fails_three_calls_of_ten_loses_nothing(
     assert there.steps() == [33, 40, 42]
 
 
-def test_a_file_server_that_fails_twice_while_a_checkpoint_is_sent_costs_nothing(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_server_that_fails_twice_while_a_checkpoint_is_sent_costs_nothing(site, monkeypatch):
     server = FileServer(errno.ESTALE, "step-000000008", "listdir", times=2).install(monkeypatch)
     monkeypatch.setattr(remote_module, "FIRST_PAUSE_S", 0.001)
     site.attempt(steps=16)
@@ -153,18 +149,16 @@ def test_a_file_server_that_fails_twice_while_a_checkpoint_is_sent_costs_nothing
 
 
 @pytest.mark.parametrize("how", ["expired", "busy", "skewed"])
-def test_a_store_that_is_away_is_said_once_and_gets_what_it_missed(
-    there: Site, object_store: ObjectStore, how: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def leave() -> None:
+def test_a_store_that_is_away_is_said_once_and_gets_what_it_missed(there, object_store, how, capsys):
+    def leave():
         there.is_away = True
         object_store.fail(f"all-{how}", 10**6)
 
-    def wait_until_said() -> None:
+    def wait_until_said():
         while there.remote.problem is None:
             there.remote.stopped.wait(0.01)
 
-    def come_back() -> None:
+    def come_back():
         there.is_away = False
         object_store.fail("", 0)
 
@@ -176,7 +170,7 @@ def test_a_store_that_is_away_is_said_once_and_gets_what_it_missed(
     assert said.count("do not reach s3://") == 1 and "secret" not in said
 
 
-def test_a_run_ends_without_the_store_and_says_what_is_missing(there: Site, object_store: ObjectStore) -> None:
+def test_a_run_ends_without_the_store_and_says_what_is_missing(there, object_store):
     patient = there.run.config
     hasty = TiersConfig(store=StoreTierConfig(there.url, wait_s=0.2))
     there.run.config = CheckpointConfig(every_steps=EVERY, mode="sync", tiers=hasty)
@@ -188,9 +182,7 @@ def test_a_run_ends_without_the_store_and_says_what_is_missing(there: Site, obje
     assert there.steps()[-1] == 10, "the next attempt sends it"
 
 
-def test_a_store_that_cannot_be_asked_stops_only_a_run_that_has_nothing_else(
-    there: Site, object_store: ObjectStore
-) -> None:
+def test_a_store_that_cannot_be_asked_stops_only_a_run_that_has_nothing_else(there, object_store):
     there.attempt(steps=6)
     object_store.fail("all-expired", 2)
     there.attempt(steps=9)
@@ -201,7 +193,7 @@ def test_a_store_that_cannot_be_asked_stops_only_a_run_that_has_nothing_else(
         there.attempt(steps=12)
 
 
-def test_half_an_object_and_a_missing_one_are_passed_over(site: Site) -> None:
+def test_half_an_object_and_a_missing_one_are_passed_over(site):
     site.loses_all()
     folders = look(site.remote.objects).folders
     store = Path(site.url.removeprefix("file://"))
@@ -214,10 +206,10 @@ def test_half_an_object_and_a_missing_one_are_passed_over(site: Site) -> None:
     assert [each.step for each in event.rejected] == [32, 24]
 
 
-def test_what_the_store_took_as_half_is_sent_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_store_took_as_half_is_sent_again(site, monkeypatch):
     halves = []
 
-    def send(self: ObjectFolder, path: Path, name: str) -> None:
+    def send(self, path, name):
         half = path
         if not halves:
             half = path.parent.parent / "half"
@@ -238,14 +230,12 @@ class Killed(BaseException):
     """In place of a kill: no code handles it."""
 
 
-def test_killed_at_any_request_it_resumes_from_the_newest_that_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_at_any_request_it_resumes_from_the_newest_that_is_whole(tmp_path, monkeypatch):
     """Each request of an attempt is the last one in turn; the run folder is lost every time."""
     asked = objects_module.opened
     left = 10**6
 
-    def opened(url: str, writes: bool = False) -> Any:
+    def opened(url, writes=False):
         nonlocal left
         left -= 1
         if left < 0:
@@ -270,9 +260,7 @@ def test_killed_at_any_request_it_resumes_from_the_newest_that_is_whole(
 
 
 @pytest.mark.slow
-def test_killed_eight_times_while_it_sends_the_newest_whole_one_is_always_readable(
-    tmp_path: Path, object_store: ObjectStore
-) -> None:
+def test_killed_eight_times_while_it_sends_the_newest_whole_one_is_always_readable(tmp_path, object_store):
     """And the store fails three calls of ten."""
     url = object_store.make_bucket("killed")
     object_store.fail("all-flaky", 10**6)
@@ -284,7 +272,7 @@ def test_killed_eight_times_while_it_sends_the_newest_whole_one_is_always_readab
     assert len(there.folders) >= 2 and main(["ckpt", "verify", url]) == 0
 
 
-def test_an_old_attempt_that_comes_back_writes_nothing_that_counts(site: Site) -> None:
+def test_an_old_attempt_that_comes_back_writes_nothing_that_counts(site):
     site.loses_all(23)
     old = site.remote
     site.attempt(steps=17)
@@ -301,7 +289,7 @@ def folders(site: Site) -> list[str]:
     return sorted(path.name for path in Path(site.url.removeprefix("file://")).glob("step-*"))
 
 
-def test_what_an_older_attempt_has_that_does_not_count_goes_once_the_run_has_come_as_far(site: Site) -> None:
+def test_what_an_older_attempt_has_that_does_not_count_goes_once_the_run_has_come_as_far(site):
     site.loses_all()
     stale = look(site.remote.objects).folders[32]
     (shard,) = Path(site.url.removeprefix("file://"), stale).glob("*.h5")
@@ -312,10 +300,10 @@ def test_what_an_older_attempt_has_that_does_not_count_goes_once_the_run_has_com
     assert site.steps() == [28, 32, 36] and stale not in folders(site) and len(folders(site)) == 3
 
 
-def test_what_could_not_be_removed_is_removed_with_the_next_one(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_could_not_be_removed_is_removed_with_the_next_one(site, monkeypatch):
     remove, failures = ObjectFolder.remove, []
 
-    def refuse(self: ObjectFolder, names: list[str]) -> None:
+    def refuse(self, names):
         if not failures and any(name.endswith(".h5") for name in names):
             failures.append(names)
             raise UnreadableCheckpoint("busy", "")
@@ -326,7 +314,7 @@ def test_what_could_not_be_removed_is_removed_with_the_next_one(site: Site, monk
     assert failures and len(folders(site)) == len(site.steps()) == 3
 
 
-def test_an_old_attempt_removes_nothing_of_a_newer_one(site: Site) -> None:
+def test_an_old_attempt_removes_nothing_of_a_newer_one(site):
     site.loses_all(23)
     old = site.remote
     site.attempt(steps=17)
@@ -338,9 +326,7 @@ def test_an_old_attempt_removes_nothing_of_a_newer_one(site: Site) -> None:
     assert look(site.remote.objects).sizes == there.sizes
 
 
-def test_a_store_without_conditional_requests_is_used_as_far_as_it_goes(
-    there: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_without_conditional_requests_is_used_as_far_as_it_goes(there, monkeypatch):
     monkeypatch.setenv("AWS_CONDITIONAL_PUT", "disabled")
     there.attempt(steps=9)
     assert there.steps() == [8, 9]
@@ -348,8 +334,8 @@ def test_a_store_without_conditional_requests_is_used_as_far_as_it_goes(
     assert objects.create(name, objects.get(name)) and not objects.create(name, b"{}")
 
 
-def test_a_replaced_attempt_does_not_take_the_place_over(site: Site) -> None:
-    def fence() -> None:
+def test_a_replaced_attempt_does_not_take_the_place_over(site):
+    def fence():
         raise Replaced("a newer attempt has begun")
 
     site.fence = fence
@@ -357,7 +343,7 @@ def test_a_replaced_attempt_does_not_take_the_place_over(site: Site) -> None:
     assert site.steps() == [] and "a newer attempt has begun" in str(site.run.of(StoreAway)[0].error)
 
 
-def test_begun_again_the_old_ones_do_not_count(site: Site) -> None:
+def test_begun_again_the_old_ones_do_not_count(site):
     site.loses_all()
     site.attempt(steps=16, fresh=True)
     assert site.steps() == [8, 16]
@@ -366,10 +352,10 @@ def test_begun_again_the_old_ones_do_not_count(site: Site) -> None:
     assert site.resumed() == (16, "store")
 
 
-def test_begun_again_the_old_ones_do_not_count_even_if_the_store_was_not_told(site: Site) -> None:
+def test_begun_again_the_old_ones_do_not_count_even_if_the_store_was_not_told(site):
     site.loses_all()
 
-    def refuse() -> None:
+    def refuse():
         raise Replaced("it is not told")
 
     site.fence = refuse
@@ -383,10 +369,10 @@ def test_begun_again_the_old_ones_do_not_count_even_if_the_store_was_not_told(si
     assert site.resumed() == (9, "store")
 
 
-def test_ranks_share_sending_and_fetching(tmp_path: Path) -> None:
+def test_ranks_share_sending_and_fetching(tmp_path):
     config = StoreTierConfig(f"file://{tmp_path}/store")
 
-    def train(everyone: ThreadGroup, steps: int) -> tuple[Any, list[Any]]:
+    def train(everyone, steps):
         run = Run(tmp_path / "checkpoints", every_steps=5, tiers=TiersConfig(store=config))
         run.world = World(everyone, everyone, Group("local"), everyone.rank, everyone.size, "here")
         run.make_store = partial(CheckpointStore, group=everyone, peers=everyone)
@@ -403,7 +389,7 @@ def test_ranks_share_sending_and_fetching(tmp_path: Path) -> None:
     assert (resumed.step, resumed.tier, resumed.ranks) == (20, "store", 3)
 
 
-def test_commands_read_the_store(there: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_read_the_store(there, tmp_path, capsys):
     there.attempt(steps=9)
     capsys.readouterr()
     assert main(["ckpt", "ls", there.url, "--json"]) == 0
@@ -420,13 +406,13 @@ def test_commands_read_the_store(there: Site, tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("url", ["s3://key:secret@bucket/x", "s3://bucket/x?sig=secret", "https://bucket/x", "s3://"])
-def test_urls_with_credentials_or_of_no_store_are_refused(url: str) -> None:
+def test_urls_with_credentials_or_of_no_store_are_refused(url):
     with pytest.raises(UserError) as caught:
         StoreTierConfig(url)
     assert "secret" not in caught.value.what + caught.value.fix
 
 
-def test_what_has_arrived_ends_the_problems_of_ranks_that_had_nothing_to_send(site: Site) -> None:
+def test_what_has_arrived_ends_the_problems_of_ranks_that_had_nothing_to_send(site):
     remote = site.make_remote()
     remote.problem, remote.job = "the store does not answer", Sending(0, stage=1)
     remote.job.future.set_result(0)

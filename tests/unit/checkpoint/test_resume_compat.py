@@ -37,7 +37,7 @@ def change(**sections: Any) -> Config:
     return dataclasses.replace(BASE, **sections)
 
 
-def test_numbers_that_json_does_not_know_are_compared_by_that() -> None:
+def test_numbers_that_json_does_not_know_are_compared_by_that():
     values = {"task_args": {"limit": float("inf"), "rates": (0.5, float("nan"))}}
     assert identity_of(values, 8, "abc")["config"] == {
         "task_args": {"limit": "not finite", "rates": [0.5, "not finite"]}
@@ -68,7 +68,7 @@ DECISIVE = {
 
 
 @pytest.mark.parametrize("key", [key for key in DECISIVE_KEYS if "." in key])
-def test_an_earlier_version_that_lacks_a_key_computed_what_its_default_does(key: str) -> None:
+def test_an_earlier_version_that_lacks_a_key_computed_what_its_default_does(key):
     before, (section, _, name) = identity(BASE), key.partition(".")
     del before["config"][section][name]
     refuse_changes(before, identity(BASE), "here")
@@ -76,7 +76,7 @@ def test_an_earlier_version_that_lacks_a_key_computed_what_its_default_does(key:
 
 
 @pytest.mark.parametrize("config", HARMLESS.values(), ids=HARMLESS)
-def test_harmless(config: Config) -> None:
+def test_harmless(config):
     refuse_changes(identity(BASE), identity(config), "here")
     now = identity(config)
     turned = now | {"config": dict(reversed(now["config"].items()))}
@@ -84,21 +84,21 @@ def test_harmless(config: Config) -> None:
 
 
 @pytest.mark.parametrize(("key", "config"), DECISIVE.items(), ids=DECISIVE)
-def test_decisive(key: str, config: Config) -> None:
+def test_decisive(key, config):
     assert key in [found for found, _, _ in differences(identity(BASE), identity(config))]
     with pytest.raises(UserError, match=key):
         refuse_changes(identity(BASE), identity(config), "here")
     assert config_hash(identity(BASE)) != config_hash(identity(config))
 
 
-def test_a_first_argument_of_the_task_is_one_difference() -> None:
+def test_a_first_argument_of_the_task_is_one_difference():
     """It was two, one of them that of an empty mapping."""
     with pytest.raises(UserError, match=r"task_args\.lr was not given and is 0\.1") as refused:
         refuse_changes(identity(change(task_args={})), identity(change(task_args={"lr": 0.1})), "here")
     assert refused.value.fix.endswith(" --accept task_args.lr") and refused.value.fix.count("--accept") == 1
 
 
-def test_a_file_of_the_task_may_be_named_by_its_full_path() -> None:
+def test_a_file_of_the_task_may_be_named_by_its_full_path():
     here, job = change(task="wave.py:task"), change(task="/home/me/wave.py:task")
     refuse_changes(identity(here), identity(job), "here")
     for other in ("/home/me/other.py:task", "/home/me/wave.py:other", "wave:task"):
@@ -106,7 +106,7 @@ def test_a_file_of_the_task_may_be_named_by_its_full_path() -> None:
             refuse_changes(identity(here), identity(change(task=other)), "here")
 
 
-def test_other_data() -> None:
+def test_other_data():
     before, after = "1a2b3c4d" * 8, "5e6f7a8b" * 8
     table, rewritten = f"s3://bucket/rows {before[:16]}", f"s3://bucket/rows {after[:16]}"
     with pytest.raises(UserError, match=r"training data has changed \(checksum 1a2b3c4d, now 5e6f7a8b\)"):
@@ -116,7 +116,7 @@ def test_other_data() -> None:
             refuse_changes(identity(BASE, data=before), identity(BASE, data=now), "here")
 
 
-def test_length_matters_to_a_schedule_that_ends() -> None:
+def test_length_matters_to_a_schedule_that_ends():
     short = change(schedule=ScheduleConfig(kind="cosine"))
     longer = dataclasses.replace(short, train=TrainConfig(epochs=9, batch_per_rank=16))
     with pytest.raises(
@@ -132,7 +132,7 @@ def accepting(config: Config, *keys: str) -> Config:
     return dataclasses.replace(config, checkpoint=CheckpointConfig(accept=keys))
 
 
-def test_what_is_accepted_may_differ() -> None:
+def test_what_is_accepted_may_differ():
     short = change(schedule=ScheduleConfig(kind="cosine"))
     longer = dataclasses.replace(short, train=TrainConfig(epochs=9, batch_per_rank=16))
     in_steps = dataclasses.replace(short, train=TrainConfig(steps=900, batch_per_rank=16))
@@ -147,14 +147,14 @@ def test_what_is_accepted_may_differ() -> None:
     assert caught.value.fix.endswith("--accept seed")
 
 
-def test_other_data_cannot_be_accepted() -> None:
+def test_other_data_cannot_be_accepted():
     anything = accepting(BASE, "training data", "global batch")
     with pytest.raises(UserError, match="training data") as caught:
         refuse_changes(identity(BASE), identity(anything, data="xyz"), "here")
     assert "--accept" not in caught.value.fix
 
 
-def test_keys_that_an_earlier_version_lacked_are_as_they_were() -> None:
+def test_keys_that_an_earlier_version_lacked_are_as_they_were():
     saved = identity(change(schedule=ScheduleConfig(kind="step", step_epochs=(2,))))
     for key in ("decay_factor", "plateau", "cycle_epochs"):
         del saved["config"]["schedule"][key]
@@ -162,14 +162,14 @@ def test_keys_that_an_earlier_version_lacked_are_as_they_were() -> None:
     refuse_changes(saved, identity(change(schedule=ScheduleConfig(kind="step", step_epochs=(2,)))), "here")
 
 
-def test_another_number_of_ranks_with_a_batch_per_rank() -> None:
+def test_another_number_of_ranks_with_a_batch_per_rank():
     with pytest.raises(UserError) as caught:
         refuse_changes(identity(BASE, ranks=4), identity(BASE, ranks=3), "here")
     assert "was 64 and is 48" in caught.value.what
     assert "run on 4 ranks" in caught.value.fix and "train.global_batch to 64" in caught.value.fix
 
 
-def test_the_ranks_that_a_plan_with_groups_needs() -> None:
+def test_the_ranks_that_a_plan_with_groups_needs():
     """A batch per rank is that of a group: 4 groups of 2 ranks had it, and 2 groups have half."""
     cut = change(parallel=ParallelConfig(tensor=2))
     with pytest.raises(UserError) as caught:
@@ -177,7 +177,7 @@ def test_the_ranks_that_a_plan_with_groups_needs() -> None:
     assert "run on 8 ranks" in caught.value.fix
 
 
-def test_the_ranks_that_an_earlier_version_s_run_file_needs() -> None:
+def test_the_ranks_that_an_earlier_version_s_run_file_needs():
     """It says nothing of groups: there were none."""
     now = identity(BASE, ranks=3)
     now["config"]["parallel"] = {}

@@ -65,7 +65,7 @@ ODD_SHAPES = [
 ]
 
 
-def test_h5py_reads_every_type_and_shape(tmp_path: Path) -> None:
+def test_h5py_reads_every_type_and_shape(tmp_path):
     image = image_of(*ALL_TYPES, *ODD_SHAPES)
     shard = write(image, tmp_path / "shard-00000-of-00001.h5")
     with h5py.File(tmp_path / shard.file) as file:
@@ -81,7 +81,7 @@ def test_h5py_reads_every_type_and_shape(tmp_path: Path) -> None:
         assert file["types/complex64"].dtype == np.complex64
 
 
-def test_h5dump_reads_every_type(tmp_path: Path) -> None:
+def test_h5dump_reads_every_type(tmp_path):
     if not shutil.which("h5dump"):
         pytest.skip("this machine has no h5dump")
     image = image_of(*ALL_TYPES, *ODD_SHAPES)
@@ -98,7 +98,7 @@ def test_h5dump_reads_every_type(tmp_path: Path) -> None:
 
 @settings(max_examples=25)
 @given(st.lists(st.tuples(st.sampled_from(sorted(ITEM_TYPES)), st.lists(st.integers(0, 9), max_size=4)), max_size=30))
-def test_round_trip(tmp_path_factory: pytest.TempPathFactory, kinds: list[tuple[str, list[int]]]) -> None:
+def test_round_trip(tmp_path_factory, kinds):
     folder = tmp_path_factory.mktemp("shard")
     image = image_of(
         *(TensorSpec(f"g{index % 3}/t{index}", tuple(shape), dtype) for index, (dtype, shape) in enumerate(kinds))
@@ -112,7 +112,7 @@ def test_round_trip(tmp_path_factory: pytest.TempPathFactory, kinds: list[tuple[
         np.testing.assert_array_equal(view_of(buffer, stored.piece, stored.offset), view)
 
 
-def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
+def test_the_same_state_gives_the_same_bytes(tmp_path):
     (tmp_path / "second").mkdir()
     write(image_of(*ALL_TYPES), tmp_path / "a.h5")
     second = int(time.time())  # HDF5 keeps times in seconds
@@ -123,7 +123,7 @@ def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("columns", [7, 5], ids=["whole rows", "some of the columns"])
-def test_every_block_has_the_checksum_that_zlib_gives_it(tmp_path: Path, columns: int) -> None:
+def test_every_block_has_the_checksum_that_zlib_gives_it(tmp_path, columns):
     """Blocks begin where pieces do, so nearly all of them lie in two of the blocks that are written in one go."""
     wide = TensorSpec("wide", (90_000, 7), "float64")
     part = TensorPiece(wide, Box((5, 0), (80_001, columns)))
@@ -139,18 +139,18 @@ def test_every_block_has_the_checksum_that_zlib_gives_it(tmp_path: Path, columns
             assert stored.crc32 == tuple(zlib.crc32(data[at : min(at + stored.block_bytes, end)]) for at in blocks)
 
 
-def test_without_isal_sums_are_those_of_zlib() -> None:
+def test_without_isal_sums_are_those_of_zlib():
     code = "import sys; sys.modules['isal'] = None; from hpctrain.checkpoint.format import durable_files; "
     subprocess.run(
         [sys.executable, "-c", code + "assert durable_files.crc32.__module__ == 'zlib'"], check=True, timeout=60
     )
 
 
-def test_arrays_begin_at_cache_lines() -> None:
+def test_arrays_begin_at_cache_lines():
     assert all(offset % 64 == 0 for offset, _ in image_of(*ALL_TYPES, *ODD_SHAPES).extents)
 
 
-def test_an_image_is_filled_and_written_again(tmp_path: Path) -> None:
+def test_an_image_is_filled_and_written_again(tmp_path):
     image = image_of(*ALL_TYPES)
     first = write(image, tmp_path / "a.h5")
     fill(image, seed=1)
@@ -161,7 +161,7 @@ def test_an_image_is_filled_and_written_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
 @pytest.mark.parametrize("spoil", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_found_and_what_is_large_is_not(dtype: str, spoil: float) -> None:
+def test_what_is_not_finite_is_found_and_what_is_large_is_not(dtype, spoil):
     image = image_of(TensorSpec("other", (3,), "float32"), TensorSpec("w", (40, 7), dtype))
     (other, values), names = image.views, ["w"]
     other[0] = np.nan
@@ -186,9 +186,7 @@ class Late:
         """Has nothing to end."""
 
 
-def test_a_block_that_waits_for_its_checksum_is_not_overwritten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_that_waits_for_its_checksum_is_not_overwritten(tmp_path, monkeypatch):
     """Small blocks, which are summed at once, lie between large ones, which take turns in memory."""
     image = image_of(*(TensorSpec(f"w{number}", (2 * 2**20 + 100,), "uint8") for number in range(4)))
     shard = write(image, tmp_path / "shard-00000-of-00001.h5")
@@ -196,7 +194,7 @@ def test_a_block_that_waits_for_its_checksum_is_not_overwritten(
     check_shard(tmp_path, shard)
 
 
-def test_damage_names_the_tensor_and_never_reaches_hdf5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_names_the_tensor_and_never_reaches_hdf5(tmp_path, monkeypatch):
     shard = write(image_of(*ALL_TYPES), tmp_path / "shard-00000-of-00001.h5")
     stored = next(stored for stored in shard.pieces if stored.piece.tensor.name == "types/int16")
     flip(tmp_path / shard.file, stored.offset + 3)
@@ -206,7 +204,7 @@ def test_damage_names_the_tensor_and_never_reaches_hdf5(tmp_path: Path, monkeypa
             read(tmp_path, shard)
 
 
-def test_a_link_a_pipe_and_a_folder_are_no_shards(tmp_path: Path) -> None:
+def test_a_link_a_pipe_and_a_folder_are_no_shards(tmp_path):
     shard = write(image_of(*ALL_TYPES), tmp_path / "shard-00000-of-00001.h5")
     path = tmp_path / shard.file
     path.rename(tmp_path / "elsewhere.h5")
@@ -234,12 +232,12 @@ def test_a_link_a_pipe_and_a_folder_are_no_shards(tmp_path: Path) -> None:
         ([("a", "object")], "object"),
     ],
 )
-def test_what_hdf5_cannot_hold_is_refused(tensors: list[tuple[str, str]], words: str) -> None:
+def test_what_hdf5_cannot_hold_is_refused(tensors, words):
     with pytest.raises(UserError, match=words):
         check_tensors([TensorSpec(name, (1,), dtype) for name, dtype in tensors])
 
 
-def test_a_limit_on_files_is_told() -> None:
+def test_a_limit_on_files_is_told():
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     try:
@@ -255,7 +253,7 @@ def flip(path: Path, at: int, bits: int = 1) -> None:
     path.write_bytes(data)
 
 
-def test_reading_past_the_end_is_damage_not_a_hang(tmp_path: Path) -> None:
+def test_reading_past_the_end_is_damage_not_a_hang(tmp_path):
     shard = write(image_of(*ALL_TYPES), tmp_path / "shard-00000-of-00001.h5")
     os.truncate(tmp_path / shard.file, shard.num_bytes - 1)
     with pytest.raises(DamagedCheckpoint, match="bytes in place of"):

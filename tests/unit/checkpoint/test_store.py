@@ -37,7 +37,7 @@ def arrays(seed: float = 0) -> dict[str, np.ndarray]:
     return {"model/weight": np.full((40, 30), seed, np.float32), "model/bias": np.arange(5.0), "count": np.int64(7)}
 
 
-def test_save_and_load(store: CheckpointStore) -> None:
+def test_save_and_load(store):
     path = store.save(arrays(3), meta={"epoch": 2}, step=100, rank_arrays={"rng/state": np.arange(4, dtype=np.uint8)})
     assert path == store.path / "step-000000100"
     assert sorted(os.listdir(path)) == ["manifest.json", "shard-00000-of-00001.h5"]
@@ -49,7 +49,7 @@ def test_save_and_load(store: CheckpointStore) -> None:
         assert loaded.arrays[name].dtype == array.dtype
 
 
-def test_a_rank_may_hold_several_parts_of_a_tensor(store: CheckpointStore) -> None:
+def test_a_rank_may_hold_several_parts_of_a_tensor(store):
     """Queries, keys and values in one matrix are cut each by itself: rows 0 and 1, 4 and 5, and so on."""
     whole = np.arange(24.0).reshape(12, 2)
     parts = [
@@ -69,14 +69,14 @@ def test_a_rank_may_hold_several_parts_of_a_tensor(store: CheckpointStore) -> No
     np.testing.assert_array_equal(found["arrays"]["model/qkv"], whole)
 
 
-def test_steps_count_up_by_themselves(store: CheckpointStore) -> None:
+def test_steps_count_up_by_themselves(store):
     for _ in range(3):
         store.save(arrays())
     assert store.steps() == [0, 1, 2]
     assert store.load(1).step == 1
 
 
-def test_nothing_there(store: CheckpointStore) -> None:
+def test_nothing_there(store):
     assert store.steps() == []
     with pytest.raises(UserError, match="no checkpoint"):
         store.load()
@@ -85,7 +85,7 @@ def test_nothing_there(store: CheckpointStore) -> None:
         store.load(4)
 
 
-def test_big_endian_strided_and_scalar_arrays(store: CheckpointStore) -> None:
+def test_big_endian_strided_and_scalar_arrays(store):
     store.save({"big": np.arange(4, dtype=">i4"), "strided": np.arange(12.0).reshape(3, 4).T, "scalar": 2.5})
     loaded = store.load().arrays
     assert loaded["big"].tolist() == [0, 1, 2, 3]
@@ -93,7 +93,7 @@ def test_big_endian_strided_and_scalar_arrays(store: CheckpointStore) -> None:
     assert loaded["scalar"] == 2.5
 
 
-def test_a_damaged_checkpoint_is_passed_over_with_a_reason(store: CheckpointStore) -> None:
+def test_a_damaged_checkpoint_is_passed_over_with_a_reason(store):
     store.save(arrays(1), step=1)
     path = store.save(arrays(2), step=2) / "shard-00000-of-00001.h5"
     path.write_bytes(path.read_bytes()[:-1])
@@ -104,7 +104,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_reason(store: CheckpointStor
         store.load(2)
 
 
-def test_retention_removes_after_the_commit(tmp_path: Path) -> None:
+def test_retention_removes_after_the_commit(tmp_path):
     store = CheckpointStore(tmp_path, keep=Retention(last=2, every_steps=3))
     for step in range(8):
         store.save(arrays(), step=step)
@@ -113,14 +113,14 @@ def test_retention_removes_after_the_commit(tmp_path: Path) -> None:
     store.close()
 
 
-def test_saving_a_step_again_replaces_it(store: CheckpointStore) -> None:
+def test_saving_a_step_again_replaces_it(store):
     store.save(arrays(1), step=1)
     store.save(arrays(2), step=1)
     assert store.load().arrays["model/weight"][0, 0] == 2
     assert os.listdir(store.path) == ["step-000000001"]
 
 
-def test_sweep_clears_leftovers_and_nothing_else(store: CheckpointStore, tmp_path: Path) -> None:
+def test_sweep_clears_leftovers_and_nothing_else(store, tmp_path):
     store.save(arrays(), step=1)
     store.save(arrays(), step=2)
     outside = tmp_path / "outside"
@@ -137,7 +137,7 @@ def test_sweep_clears_leftovers_and_nothing_else(store: CheckpointStore, tmp_pat
     assert store.load().step == 2
 
 
-def test_sweep_prefers_the_newer_of_two(store: CheckpointStore) -> None:
+def test_sweep_prefers_the_newer_of_two(store):
     old = store.save(arrays(1), step=1)
     os.rename(old, store.path / ".replaced-step-000000001-ab")
     store.save(arrays(2), step=1)
@@ -146,10 +146,10 @@ def test_sweep_prefers_the_newer_of_two(store: CheckpointStore) -> None:
     assert os.listdir(store.path) == ["step-000000001"]
 
 
-def test_a_fenced_process_neither_commits_nor_removes(tmp_path: Path) -> None:
+def test_a_fenced_process_neither_commits_nor_removes(tmp_path):
     fenced = False
 
-    def fence() -> None:
+    def fence():
         if fenced:
             raise Replaced("attempt 1 has been replaced by attempt 2")
 
@@ -164,11 +164,11 @@ def test_a_fenced_process_neither_commits_nor_removes(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_swept_writer_cannot_commit(tmp_path: Path) -> None:
+def test_a_swept_writer_cannot_commit(tmp_path):
     """An older attempt's process passed the fence, slept, and wakes after the newer attempt has swept."""
     newer = CheckpointStore(tmp_path)
 
-    def sleep_here() -> None:
+    def sleep_here():
         newer.sweep()
 
     older = CheckpointStore(tmp_path, fence=sleep_here)
@@ -178,10 +178,10 @@ def test_a_swept_writer_cannot_commit(tmp_path: Path) -> None:
     older.close()
 
 
-def test_a_swept_writer_takes_no_checkpoint_of_the_newer_attempt_away(tmp_path: Path) -> None:
+def test_a_swept_writer_takes_no_checkpoint_of_the_newer_attempt_away(tmp_path):
     newer, slept = CheckpointStore(tmp_path), []
 
-    def sleep_here() -> None:
+    def sleep_here():
         if not slept:
             slept.append(newer.sweep())
             newer.save(arrays(2), step=1)
@@ -194,8 +194,8 @@ def test_a_swept_writer_takes_no_checkpoint_of_the_newer_attempt_away(tmp_path: 
         store.close()
 
 
-def test_a_writer_that_was_swept_before_its_commit_learns_why(tmp_path: Path) -> None:
-    def fence() -> None:
+def test_a_writer_that_was_swept_before_its_commit_learns_why(tmp_path):
+    def fence():
         raise Replaced("attempt 1 has been replaced by attempt 2")
 
     saver = open_saver(CheckpointStore(tmp_path, fence=fence))
@@ -207,8 +207,8 @@ def test_a_writer_that_was_swept_before_its_commit_learns_why(tmp_path: Path) ->
     saver.close()
 
 
-def test_a_replaced_process_does_not_sweep(store: CheckpointStore) -> None:
-    def fence() -> None:
+def test_a_replaced_process_does_not_sweep(store):
+    def fence():
         raise Replaced("attempt 1 has been replaced by attempt 2")
 
     partial = store.path / ".partial-step-000000003-ab-1"
@@ -218,7 +218,7 @@ def test_a_replaced_process_does_not_sweep(store: CheckpointStore) -> None:
     assert partial.exists()
 
 
-def test_too_little_space_is_said_before_writing(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_space_is_said_before_writing(store, monkeypatch):
     store.save(arrays(), step=1)
     from hpctrain.checkpoint import saver
 
@@ -228,11 +228,11 @@ def test_too_little_space_is_said_before_writing(store: CheckpointStore, monkeyp
     assert os.listdir(store.path) == ["step-000000001"]
 
 
-def test_a_small_checkpoint_needs_little_space() -> None:
+def test_a_small_checkpoint_needs_little_space():
     assert spare_bytes(230_000) < 230_000 and spare_bytes(10**12) < 17 << 20
 
 
-def test_a_failed_save_leaves_the_store_usable(store: CheckpointStore) -> None:
+def test_a_failed_save_leaves_the_store_usable(store):
     store.save(arrays(), step=1)
     blocker = store.partial(2, f"{store.saver.token}-{store.saver.count + 1}")
     blocker.write_text("a file where the folder should be")
@@ -245,9 +245,7 @@ def test_a_failed_save_leaves_the_store_usable(store: CheckpointStore) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("fits", [True, False])
-def test_what_the_other_rank_has_written_already_is_not_asked_for_again(
-    rank: int, fits: bool, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_other_rank_has_written_already_is_not_asked_for_again(rank, fits, store, monkeypatch):
     share = 1 << 20  # bytes of each of two ranks; there is room for little more, and the other one was first
     room = 2 * share + spare_bytes(2 * share) + (1 << 16) - (0 if fits else 2 * share)
     group = Group("one of two")

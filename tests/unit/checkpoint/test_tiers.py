@@ -115,7 +115,7 @@ def damage(folder: Path) -> None:
     path.write_bytes(data)
 
 
-def test_a_lost_rank_resumes_from_memory_and_nothing_stays(node: Node) -> None:
+def test_a_lost_rank_resumes_from_memory_and_nothing_stays(node):
     node.loses_a_rank(150)
     last = int(node.newest().name.removeprefix("step-"))
     assert 140 <= last < 150 and len(snapshots(node.home, 0)) <= 2
@@ -125,9 +125,7 @@ def test_a_lost_rank_resumes_from_memory_and_nothing_stays(node: Node) -> None:
     assert list(node.memory.iterdir()) == []
 
 
-def test_a_resume_that_fails_while_it_completes_a_snapshot_leaves_it(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resume_that_fails_while_it_completes_a_snapshot_leaves_it(node, monkeypatch):
     node.loses_a_rank(5)
     before = snapshots(node.home, 0)
     with monkeypatch.context() as patched, suppress(RunFailed, OSError):
@@ -136,7 +134,7 @@ def test_a_resume_that_fails_while_it_completes_a_snapshot_leaves_it(
     assert snapshots(node.home, 0) == before
 
 
-def test_the_memory_tier_is_tried_before_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_tier_is_tried_before_scratch(tmp_path, monkeypatch):
     node = Node(tmp_path, monkeypatch, scratch=TierConfig(2, str(tmp_path / "scratch")))
     (tmp_path / "scratch").mkdir()
     node.loses_a_rank(50)
@@ -148,10 +146,10 @@ def test_the_memory_tier_is_tried_before_scratch(tmp_path: Path, monkeypatch: py
     assert not list(node.memory.iterdir()) and not list((tmp_path / "scratch").iterdir())
 
 
-def test_the_memory_tier_holds_one_copy_besides_the_one_that_is_filled(node: Node) -> None:
+def test_the_memory_tier_holds_one_copy_besides_the_one_that_is_filled(node):
     files: set[int] = set()
 
-    def look() -> None:
+    def look():
         for folder, _, names in os.walk(node.home):  # which the saver's thread changes meanwhile
             for name in names:
                 with suppress(FileNotFoundError):
@@ -167,7 +165,7 @@ def test_the_memory_tier_holds_one_copy_besides_the_one_that_is_filled(node: Nod
     assert event.tier == "memory" and not event.rejected
 
 
-def test_auto_takes_snapshots_by_the_clock(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_snapshots_by_the_clock(node, monkeypatch):
     node.config = TiersConfig(memory=TierConfig("auto", str(node.memory)))
     node.attempt(steps=20)
     assert node.run.said("snapshot_saved") == [], "the first one would be taken after a minute"
@@ -179,7 +177,7 @@ def test_auto_takes_snapshots_by_the_clock(node: Node, monkeypatch: pytest.Monke
     assert node.resumed()[-1][1] == "memory"
 
 
-def test_a_damaged_one_is_not_used_and_the_run_folder_is(node: Node) -> None:
+def test_a_damaged_one_is_not_used_and_the_run_folder_is(node):
     node.loses_a_rank(150)
     for folder in snapshots(node.home, 0):
         damage(folder)
@@ -190,7 +188,7 @@ def test_a_damaged_one_is_not_used_and_the_run_folder_is(node: Node) -> None:
     assert 100 in node.run.store.steps() and not list(node.run_dir.checkpoints.glob("damaged-*"))
 
 
-def test_what_an_older_attempt_seals_late_is_not_used(node: Node) -> None:
+def test_what_an_older_attempt_seals_late_is_not_used(node):
     node.loses_a_rank(50)
     late = node.newest()
     node.loses_a_rank(20, fresh=True)  # which trains again from the beginning
@@ -202,8 +200,8 @@ def test_what_an_older_attempt_seals_late_is_not_used(node: Node) -> None:
     assert node.resumed() == []
 
 
-def test_a_newer_attempt_stops_an_older_one_that_takes_snapshots(node: Node) -> None:
-    def replaced() -> None:
+def test_a_newer_attempt_stops_an_older_one_that_takes_snapshots(node):
+    def replaced():
         node.attempts.begin()
 
     with pytest.raises(Replaced):
@@ -211,9 +209,7 @@ def test_a_newer_attempt_stops_an_older_one_that_takes_snapshots(node: Node) -> 
     assert not list(node.home.glob("*/.partial-*"))
 
 
-def test_no_room_is_said_once_and_the_run_goes_on(
-    node: Node, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_room_is_said_once_and_the_run_goes_on(node, monkeypatch, capsys):
     monkeypatch.setattr(SnapshotStore, "free_bytes", lambda *_: saver_module.LEAST_SPARE_BYTES)
     assert node.attempt(steps=200).weight[0] == 200
     assert capsys.readouterr().out.count("checkpoint.tiers.memory is not used any more: rank 0: No space left") == 1
@@ -221,7 +217,7 @@ def test_no_room_is_said_once_and_the_run_goes_on(
     assert 100 in node.run.said("checkpoint_saved") and list(node.memory.iterdir()) == []
 
 
-def test_a_folder_of_somebody_else_is_neither_read_nor_written(node: Node, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_somebody_else_is_neither_read_nor_written(node, capsys):
     node.loses_a_rank(50)
     elsewhere = node.memory / "elsewhere"
     node.home.rename(elsewhere)
@@ -232,7 +228,7 @@ def test_a_folder_of_somebody_else_is_neither_read_nor_written(node: Node, capsy
     assert sorted(elsewhere.rglob("*")) == content
 
 
-def test_dead_runs_are_swept(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_runs_are_swept(node, tmp_path, monkeypatch):
     ages = {"gone": 2 * snapshots_module.GONE_S, "just-gone": 1.0, "old": 2 * snapshots_module.OLD_S, "waits": 3600.0}
     for name, age_s in ages.items():
         home = node.memory / f"{PREFIX}{name}"
@@ -253,7 +249,7 @@ def test_dead_runs_are_swept(node: Node, tmp_path: Path, monkeypatch: pytest.Mon
     assert {each.name.removeprefix(PREFIX) for each in node.memory.iterdir()} == {"just-gone", "waits"}
 
 
-def test_a_run_that_no_longer_keeps_snapshots_removes_them(node: Node) -> None:
+def test_a_run_that_no_longer_keeps_snapshots_removes_them(node):
     node.loses_a_rank(50)
     node.config = TiersConfig(memory=TierConfig(None, str(node.memory)))
     node.attempt(Interrupt(60))
@@ -308,9 +304,7 @@ class Nodes:
         return event
 
 
-def test_a_snapshot_of_several_nodes_is_resumed_on_them_and_nothing_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_snapshot_of_several_nodes_is_resumed_on_them_and_nothing_stays(tmp_path, monkeypatch):
     nodes = Nodes(tmp_path, monkeypatch, 3)
     nodes.loses_a_rank(48)
     held = [shards_here(nodes.home(name), 0) for name in nodes.names]
@@ -322,7 +316,7 @@ def test_a_snapshot_of_several_nodes_is_resumed_on_them_and_nothing_stays(
     assert [list((tmp_path / name).iterdir()) for name in nodes.names] == [[], [], []]
 
 
-def test_what_a_lost_node_took_with_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_lost_node_took_with_it_is_said(tmp_path, monkeypatch):
     nodes = Nodes(tmp_path, monkeypatch, 3)
     nodes.loses_a_rank(48)
     nodes.lose("n2")
@@ -332,9 +326,7 @@ def test_what_a_lost_node_took_with_it_is_said(tmp_path: Path, monkeypatch: pyte
     assert reasons == {"memory: 1 of its 3 shards are not on the nodes of this attempt"}
 
 
-def test_one_node_goes_on_with_what_two_others_left_and_they_with_what_it_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_node_goes_on_with_what_two_others_left_and_they_with_what_it_left(tmp_path, monkeypatch):
     nodes = Nodes(tmp_path, monkeypatch, 1)
     nodes.loses_a_rank(28)
     nodes.names.append("n2")
@@ -346,9 +338,7 @@ def test_one_node_goes_on_with_what_two_others_left_and_they_with_what_it_left(
     assert nodes.resumed().tier == "memory" and nodes.resumed().ranks == 2 and nodes.resumed().step >= 50
 
 
-def test_one_folder_for_several_nodes_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_folder_for_several_nodes_is_not_used(tmp_path, monkeypatch, capsys):
     nodes = Nodes(tmp_path, monkeypatch, 2)
     nodes.names = ["same", "same"]
     nodes.attempt()
@@ -356,11 +346,11 @@ def test_one_folder_for_several_nodes_is_not_used(
     assert list((tmp_path / "same").iterdir()) == []
 
 
-def test_a_node_without_room_for_a_snapshot_passes_over_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_without_room_for_a_snapshot_passes_over_it(tmp_path, monkeypatch):
     nodes = Nodes(tmp_path, monkeypatch, 2)
     nodes.loses_a_rank(48)
 
-    def no_room(*_: object) -> None:
+    def no_room(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
@@ -370,9 +360,7 @@ def test_a_node_without_room_for_a_snapshot_passes_over_it(tmp_path: Path, monke
     assert nodes.resumed().step == 30 and "No space left" in reason and "fix:" not in reason
 
 
-def test_with_copies_a_lost_node_costs_no_snapshot_and_two_lost_at_once_are_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_with_copies_a_lost_node_costs_no_snapshot_and_two_lost_at_once_are_said(tmp_path, monkeypatch, capsys):
     nodes = Nodes(tmp_path, monkeypatch, 4, copies=1)
     nodes.loses_a_rank(48)
     held = {tuple(shards) for name in nodes.names for shards in shards_here(nodes.home(name), 0).values()}
@@ -395,21 +383,19 @@ def test_with_copies_a_lost_node_costs_no_snapshot_and_two_lost_at_once_are_said
     assert not any(thread.is_alive() for thread in copying)
 
 
-def test_a_partner_without_room_is_said_and_a_stranger_gets_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_partner_without_room_is_said_and_a_stranger_gets_nothing(tmp_path, monkeypatch, capsys):
     nodes = Nodes(tmp_path, monkeypatch, 2, copies=1)
     listening: list[socket.socket] = []
 
-    def no_room(*_: object) -> None:
+    def no_room(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     class Watched(replica.Replica):
-        def start(self) -> None:
+        def start(self):
             listening.append(self.listener)
             super().start()
 
-    def stranger() -> None:
+    def stranger():
         with socket.create_connection(listening[0].getsockname()) as stream, pytest.raises(ConnectionError):
             replica.shake_hands(stream, b"guessed", calls=True)
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -60,13 +59,13 @@ def resumed_step(store: CheckpointStore) -> int:
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ENOMEM, errno.ETIMEDOUT, errno.EMFILE])
 @pytest.mark.parametrize(("call", "where"), PLACES)
 def test_an_error_that_passes_costs_nothing(
-    store: CheckpointStore,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    code: int,
-    call: str,
-    where: str,
-) -> None:
+    store,
+    monkeypatch,
+    capsys,
+    code,
+    call,
+    where,
+):
     server = FileServer(code, f"{NEWEST}/{where}", call, times=2).install(monkeypatch)
     assert resumed_step(store) == 2 and server.failed == 2
     assert capsys.readouterr().err.count("; trying again for up to ") == 1
@@ -74,9 +73,7 @@ def test_an_error_that_passes_costs_nothing(
 
 
 @pytest.mark.parametrize(("call", "where"), PLACES)
-def test_an_error_that_stays_stops_the_run_and_moves_nothing(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, call: str, where: str
-) -> None:
+def test_an_error_that_stays_stops_the_run_and_moves_nothing(store, monkeypatch, call, where):
     FileServer(errno.EIO, f"{NEWEST}/{where}", call, times=math.inf).install(monkeypatch)
     with pytest.raises(UnreadableCheckpoint, match=rf"{where} cannot be read now: Input.* \(tried 3 ") as told:
         resumed_step(store)
@@ -84,13 +81,11 @@ def test_an_error_that_stays_stops_the_run_and_moves_nothing(
     assert sorted(os.listdir(store.path)) == ["step-000000001", NEWEST]
 
 
-def test_the_waits_outlast_a_failover_of_a_file_server() -> None:
+def test_the_waits_outlast_a_failover_of_a_file_server():
     assert 60 <= sum(read_retry.PAUSES_S) <= 90
 
 
-def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(store, monkeypatch):
     server = FileServer(errno.ESTALE, str(store.path), "listdir").install(monkeypatch)
     assert resumed_step(store) == 2 and server.failed == 1
     server.left = math.inf
@@ -98,16 +93,12 @@ def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(
         resumed_step(store)
 
 
-def test_a_file_that_the_server_denies_but_lists_is_not_missing(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_the_server_denies_but_lists_is_not_missing(store, monkeypatch):
     server = FileServer(errno.ENOENT, f"{NEWEST}/{SHARD}", "open").install(monkeypatch)
     assert resumed_step(store) == 2 and server.failed == 1
 
 
-def test_the_best_one_is_not_passed_over_for_an_older_one(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_one_is_not_passed_over_for_an_older_one(store, monkeypatch):
     server = FileServer(errno.EIO, f"{NEWEST}/{MANIFEST}", "read").install(monkeypatch)
     assert store.best() == 2 and server.failed == 1
     server.left = math.inf
@@ -115,12 +106,12 @@ def test_the_best_one_is_not_passed_over_for_an_older_one(
         store.best()
 
 
-def test_a_stale_handle_is_opened_again(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stale_handle_is_opened_again(store, monkeypatch):
     with store.opened(2) as loaded:
         assert loaded.arrays["model/weight"][0, 0] == 2  # the file stays open
         server, really_open = FileServer(errno.ESTALE, SHARD, "preadv", times=math.inf).install(monkeypatch), os.open
 
-        def open_again(*given: Any) -> int:
+        def open_again(*given):
             server.left = 0
             return really_open(*given)
 
@@ -128,9 +119,7 @@ def test_a_stale_handle_is_opened_again(store: CheckpointStore, monkeypatch: pyt
         assert loaded.arrays["model/weight"][0, 0] == 2 and server.failed == 1
 
 
-def test_what_may_not_be_read_is_the_users_to_solve_and_said_at_once(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_may_not_be_read_is_the_users_to_solve_and_said_at_once(store, monkeypatch):
     server = FileServer(errno.EACCES, SHARD, "open", times=math.inf).install(monkeypatch)
     with pytest.raises(UserError, match="Permission denied"):
         resumed_step(store)
@@ -151,13 +140,13 @@ store.load()
 """
 
 
-def test_no_memory_for_a_checkpoint_does_not_make_it_a_damaged_one(store: CheckpointStore) -> None:
+def test_no_memory_for_a_checkpoint_does_not_make_it_a_damaged_one(store):
     store.save({"model/weight": np.zeros(200 << 20, np.uint8)}, step=3)
     done = subprocess.run([sys.executable, "-c", MEMORY, store.path], capture_output=True, text=True, timeout=120)
     assert "UnreadableCheckpoint" in done.stderr and "does not fit into memory" in done.stderr, done.stderr
 
 
-def test_damage_is_put_aside_without_a_second_attempt(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_is_put_aside_without_a_second_attempt(store, monkeypatch):
     monkeypatch.setattr(read_retry, "PAUSES_S", (600.0,))
     path = store.folder(2) / SHARD
     path.write_bytes(path.read_bytes()[:-1] + b"x")
@@ -166,7 +155,7 @@ def test_damage_is_put_aside_without_a_second_attempt(store: CheckpointStore, mo
     assert [name for name in os.listdir(store.path) if name.startswith(f"damaged-{NEWEST}")]
 
 
-def test_a_checkpoint_without_a_manifest_is_damage_and_is_told(store: CheckpointStore) -> None:
+def test_a_checkpoint_without_a_manifest_is_damage_and_is_told(store):
     os.unlink(store.folder(2) / MANIFEST)
     loaded = resume(store, Weights(), TrainState(), IDENTITY)  # type: ignore[arg-type]
     assert loaded and loaded.step == 1 and f"{NEWEST}/{MANIFEST} is missing" in loaded.rejected[0].reason
@@ -176,24 +165,20 @@ def test_a_checkpoint_without_a_manifest_is_damage_and_is_told(store: Checkpoint
         resume(store, Weights(), TrainState(), IDENTITY)  # type: ignore[arg-type]
 
 
-def test_a_damaged_checkpoint_that_cannot_be_renamed_is_passed_over(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_checkpoint_that_cannot_be_renamed_is_passed_over(store, monkeypatch):
     os.unlink(store.folder(2) / MANIFEST)
     monkeypatch.setattr(os, "rename", FileServer(errno.EIO, NEWEST, "rename").in_front_of(os.rename))
     loaded = resume(store, Weights(), TrainState(), IDENTITY)  # type: ignore[arg-type]
     assert loaded and loaded.step == 1 and NEWEST in os.listdir(store.path)
 
 
-def test_the_best_checkpoint_is_kept_while_nobody_can_see_that_it_is_the_best(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_checkpoint_is_kept_while_nobody_can_see_that_it_is_the_best(store, monkeypatch):
     assert best_steps(store) == {2}
     FileServer(errno.EIO, f"{NEWEST}/{MANIFEST}", "open").install(monkeypatch)
     assert best_steps(store) == {2}
 
 
-def test_commands_tell_the_two_apart(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, cli) -> None:
+def test_commands_tell_the_two_apart(store, monkeypatch, cli):
     FileServer(errno.EIO, f"{NEWEST}/{MANIFEST}", "open", times=math.inf).install(monkeypatch)
     run = str(store.path)
     assert "UNREADABLE: " in (output := cli("ckpt", "ls", run).out) and "DAMAGED" not in output
@@ -212,9 +197,7 @@ def in_memory(weights: initial.Weights, _: str) -> dict[str, np.ndarray]:
     return {name: weights.arrays[name] for name in weights.arrays}
 
 
-def test_initial_weights_wait_for_a_file_server_and_not_for_a_wrong_name(
-    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_initial_weights_wait_for_a_file_server_and_not_for_a_wrong_name(store, tmp_path, monkeypatch):
     path = tmp_path / "weights.safetensors"
     path.write_bytes(b"".join(encode({"weight": np.zeros(3)}, {"weight": "float64"}, {})))
     (tmp_path / "link.safetensors").symlink_to(path)

@@ -34,7 +34,7 @@ except AssertionError as error:
 """
 
 
-def test_arrays_beyond_2_gib_are_broadcast() -> None:
+def test_arrays_beyond_2_gib_are_broadcast():
     pytest.importorskip("mpi4py")
     run = subprocess.run(
         [sys.executable, "-c", LARGE_BROADCAST], env=dict(os.environ), capture_output=True, text=True, timeout=60
@@ -54,7 +54,7 @@ class Late:
         return self.left < 0
 
 
-def test_waits_for_messages_sleep_once_their_time_awake_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_for_messages_sleep_once_their_time_awake_is_over(monkeypatch):
     naps: list[float] = []
     clock = itertools.count()
     monkeypatch.setattr(group, "time", SimpleNamespace(monotonic=lambda: next(clock) / 1024, sleep=naps.append))
@@ -67,7 +67,7 @@ def test_waits_for_messages_sleep_once_their_time_awake_is_over(monkeypatch: pyt
     assert len(naps) == 8
 
 
-def test_a_message_that_never_comes_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_that_never_comes_ends_the_wait(monkeypatch):
     clock = itertools.count()
     monkeypatch.setattr(group, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     messages: Any = [Late(10**9)]

@@ -27,14 +27,14 @@ def in_a_process(program: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_a_world_of_one_needs_no_mpi() -> None:
+def test_a_world_of_one_needs_no_mpi():
     world = alone()
     assert (world.rank, world.size, world.local_rank, world.local_size, world.node, world.nodes) == (0, 1, 0, 1, 0, 1)
     assert world.data.allgather({"a": 1}, "gather") == [{"a": 1}]
     assert world.data.broadcast("x", "broadcast") == "x"
 
 
-def test_without_mpi4py_one_process_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_mpi4py_one_process_is_alone(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     assert connect().size == 1
     with pytest.raises(MissingExtra, match="mpi4py is not installed"):
@@ -44,13 +44,13 @@ def test_without_mpi4py_one_process_is_alone(monkeypatch: pytest.MonkeyPatch) ->
         connect()
 
 
-def test_without_an_mpi_library_one_process_is_alone() -> None:
+def test_without_an_mpi_library_one_process_is_alone():
     pytest.importorskip("mpi4py")
     said = in_a_process("from hpctrain.comm.world import connect; print(connect().size)", **NO_LIBRARY)
     assert said == "1\n"
 
 
-def test_without_an_mpi_library_ranks_say_what_is_missing() -> None:
+def test_without_an_mpi_library_ranks_say_what_is_missing():
     pytest.importorskip("mpi4py")
     program = """
 from hpctrain.comm.world import connect
@@ -92,7 +92,7 @@ def grid_of(rank: int, nodes: list[int], tensor: int, pipeline: int = 1) -> dict
     [({}, 1), ({EXPECTED_RANKS: "1"}, 0), ({"OMPI_COMM_WORLD_SIZE": "1"}, 0), ({"SLURM_STEP_NUM_TASKS": "1"}, 0)],
     ids=["srun without an MPI type", "runs of their own", "mpirun in a job", "one task"],
 )
-def test_processes_that_srun_started_without_mpi_between_them_are_refused(variables: dict[str, str], rc: int) -> None:
+def test_processes_that_srun_started_without_mpi_between_them_are_refused(variables, rc):
     given = {name: value for name, value in os.environ.items() if name != EXPECTED_RANKS}
     given |= {"SLURM_STEP_NUM_TASKS": "2", **variables}
     program = """
@@ -105,7 +105,7 @@ connect()
     assert done.returncode == rc, done.stderr
 
 
-def test_neighbours_make_a_tensor_group_and_data_groups_lie_across() -> None:
+def test_neighbours_make_a_tensor_group_and_data_groups_lie_across():
     assert [grid_of(rank, [0, 0, 0, 0, 1, 1, 1, 1], 2) for rank in (0, 1, 5)] == [
         {"tensor": 0, "data": 0},
         {"tensor": 0, "data": 1},
@@ -114,9 +114,9 @@ def test_neighbours_make_a_tensor_group_and_data_groups_lie_across() -> None:
     assert grid_of(3, [0, 0, 1, 1], 1) == {}
 
 
-def test_what_groups_computed_apart_is_that_of_rank_0() -> None:
+def test_what_groups_computed_apart_is_that_of_rank_0():
     class Told(Placed):
-        def broadcast(self, value: Any, what: str, root: int = 0, timeout_s: float = 1.0) -> Any:
+        def broadcast(self, value, what, root=0, timeout_s=1.0):
             return f"rank {root}: {what}"
 
     world = World(Told(1, [0] * 4), Told(1, [0] * 4), Group("local"), node=0, nodes=1, host="host")
@@ -124,7 +124,7 @@ def test_what_groups_computed_apart_is_that_of_rank_0() -> None:
     assert dataclasses.replace(world, data=Told(1, [0] * 2)).same(0.5, "agree") == "rank 0: agree"
 
 
-def test_stages_lie_furthest_apart() -> None:
+def test_stages_lie_furthest_apart():
     """rank = (stage * data size + data rank) * tensor size + tensor rank."""
     nodes = [0] * 8
     assert [grid_of(rank, nodes, 2, 2) for rank in (0, 3, 4, 7)] == [
@@ -141,7 +141,7 @@ def test_stages_lie_furthest_apart() -> None:
     ]
 
 
-def test_ranks_that_do_not_make_whole_models() -> None:
+def test_ranks_that_do_not_make_whole_models():
     with pytest.raises(
         UserError, match=r"tensor is 2 and parallel\.pipeline is 3, and 8 ranks do not divide into groups of 6 for each"
     ):
@@ -160,12 +160,12 @@ def test_ranks_that_do_not_make_whole_models() -> None:
         ([0, 0, 0], 2, r"3 ranks do not divide into groups of that size"),
     ],
 )
-def test_groups_that_ranks_cannot_make(nodes: list[int], tensor: int, what: str) -> None:
+def test_groups_that_ranks_cannot_make(nodes, tensor, what):
     with pytest.raises(UserError, match=rf"parallel\.tensor is {tensor}, and {what}"):
         grid_of(0, nodes, tensor)
 
 
-def test_collectives_need_no_words() -> None:
+def test_collectives_need_no_words():
     """What they say they waited for is optional, and says what they do."""
     world = alone()
     group = world.everyone

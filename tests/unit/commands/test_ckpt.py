@@ -36,7 +36,7 @@ def damage(run: Path, step: int) -> None:
     shard.write_bytes(data)
 
 
-def test_ls(run: Path, cli) -> None:
+def test_ls(run, cli):
     assert len(cli("ckpt", "ls", run).out.splitlines()) == 2
     (run / "checkpoints" / "step-000000002" / "manifest.json").write_text("{}")
     first, second = json.loads(cli("ckpt", "ls", run, "--json").out)
@@ -44,7 +44,7 @@ def test_ls(run: Path, cli) -> None:
     assert "cut short" in second["problem"]
 
 
-def test_ls_names_one_checkpoint_as_the_best(tmp_path: Path, cli) -> None:
+def test_ls_names_one_checkpoint_as_the_best(tmp_path, cli):
     """Each that was the best when it was saved had the word."""
     store = CheckpointStore(tmp_path / "checkpoints")
     for step, is_best in ((1, True), (2, True), (3, False)):
@@ -56,7 +56,7 @@ def test_ls_names_one_checkpoint_as_the_best(tmp_path: Path, cli) -> None:
 
 
 @pytest.mark.slow
-def test_verify(run: Path, cli) -> None:
+def test_verify(run, cli):
     cli("ckpt", "verify", run / "checkpoints")
     damage(run, 2)
     assert [row["sound"] for row in json.loads(cli("ckpt", "verify", run, "--json", code=70).out.splitlines()[-1])] == [
@@ -67,7 +67,7 @@ def test_verify(run: Path, cli) -> None:
     cli("ckpt", "verify", run / "checkpoints" / "step-000000002", code=70)
 
 
-def test_inspect(run: Path, cli) -> None:
+def test_inspect(run, cli):
     lines = cli("ckpt", "inspect", run, "--step", "1").out.splitlines()
     assert lines[1:3] == ["model/", "  a/"]
     assert "min 1" in lines[3] and "max 3" in lines[3] and "1 NaN 1 infinite" in lines[3]
@@ -77,16 +77,16 @@ def test_inspect(run: Path, cli) -> None:
 
 
 @pytest.mark.parametrize(("prefix", "tensors"), [("model/b", 1), ("model/b.bias", 1), ("model/", 3), ("", 3)])
-def test_inspect_knows_the_names_of_both_frameworks(run: Path, cli, prefix: str, tensors: int) -> None:
+def test_inspect_knows_the_names_of_both_frameworks(run, cli, prefix, tensors):
     assert len(json.loads(cli("ckpt", "inspect", run, "--name", prefix, "--json").out)["tensors"]) == tensors
 
 
-def test_inspect_never_falls_back(run: Path, cli) -> None:
+def test_inspect_never_falls_back(run, cli):
     damage(run, 2)
     assert "is damaged" in cli("ckpt", "inspect", run, code=70).err
 
 
-def test_diff(run: Path, cli) -> None:
+def test_diff(run, cli):
     first, second = (str(run / "checkpoints" / f"step-00000000{step}") for step in (1, 2))
     assert cli("ckpt", "diff", first, first).out == "3 tensors are equal, 0 differ\n"
     found = json.loads(cli("ckpt", "diff", first, second, "--json", code=1).out)
@@ -109,7 +109,7 @@ def test_diff(run: Path, cli) -> None:
         (["export", "{run}", "-o", "a.weights.h5"], "not saved by a training run"),
     ],
 )
-def test_the_users_mistakes(run: Path, cli, words: list[str], message: str) -> None:
+def test_the_users_mistakes(run, cli, words, message):
     assert message in cli("ckpt", *(word.replace("{run}", str(run)) for word in words), code=64).err
 
 
@@ -144,9 +144,7 @@ ODD: list[tuple[Callable[[Any], object], str]] = [
 
 
 @pytest.mark.parametrize(("change", "problem"), ODD)
-def test_odd_manifests_with_right_checksums(
-    run: Path, capfd: pytest.CaptureFixture[str], change: Callable[[Any], object], problem: str
-) -> None:
+def test_odd_manifests_with_right_checksums(run, capfd, change, problem):
     first, second = (str(run / "checkpoints" / f"step-00000000{step}") for step in (1, 2))
     forge(run, change)
     for words in (["ls", str(run)], ["verify", second], ["inspect", second], ["diff", first, second]):
@@ -161,14 +159,14 @@ def test_odd_manifests_with_right_checksums(
 
 
 @pytest.mark.slow
-def test_names_that_no_terminal_can_show(run: Path) -> None:
+def test_names_that_no_terminal_can_show(run):
     forge(run, lambda manifest: manifest.update(shards="\ud800"))
     for words in (["ls", str(run)], ["verify", str(run)]):
         done = subprocess.run([sys.executable, "-m", "hpctrain", "ckpt", *words], capture_output=True, text=True)
         assert r"\ud800 is not a list" in done.stdout and not done.stderr
 
 
-def test_numbers_at_the_end_of_the_range(tmp_path: Path, cli) -> None:
+def test_numbers_at_the_end_of_the_range(tmp_path, cli):
     store = CheckpointStore(tmp_path)
     most = np.finfo(np.float64).max
     store.save({"model/a": np.array([most, most, most])}, step=1)

@@ -33,7 +33,7 @@ def sources(root: Path, chosen: tuple[patch.Edit, ...]) -> Path:
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-def test_every_edit_is_made_and_the_rest_left_alone(tmp_path: Path, gpu: bool) -> None:
+def test_every_edit_is_made_and_the_rest_left_alone(tmp_path, gpu):
     edits = patch.edits(gpu)
     patch.apply(sources(tmp_path, edits), edits)
     for edit in edits:
@@ -42,18 +42,18 @@ def test_every_edit_is_made_and_the_rest_left_alone(tmp_path: Path, gpu: bool) -
 
 
 @pytest.mark.parametrize("text", ["", "set(CMAKE_CXX_STANDARD 98)", "set(CMAKE_CXX_STANDARD 14)\n" * 2])
-def test_a_source_that_the_edits_do_not_fit_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_source_that_the_edits_do_not_fit_is_refused(tmp_path, text):
     sources(tmp_path, patch.edits(gpu=False))
     (tmp_path / "CMakeLists.txt").write_text(text)
     with pytest.raises(UserError, match=r"CMakeLists\.txt.*0\.28\.1"):
         patch.apply(tmp_path, patch.edits(gpu=False))
 
 
-def test_edits_for_gpus_and_for_cpus_are_told_apart() -> None:
+def test_edits_for_gpus_and_for_cpus_are_told_apart():
     assert patch.digest(patch.edits(gpu=True)) != patch.digest(patch.edits(gpu=False))
 
 
-def test_a_changed_sdist_is_refused(tmp_path: Path) -> None:
+def test_a_changed_sdist_is_refused(tmp_path):
     file = tmp_path / patch.SDIST
     file.write_bytes(b"not Horovod")
     with pytest.raises(UserError, match="SHA-256"):
@@ -61,11 +61,11 @@ def test_a_changed_sdist_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(WheelRecipe)])
-def test_the_key_changes_with_everything_that_the_wheel_depends_on(field: str) -> None:
+def test_the_key_changes_with_everything_that_the_wheel_depends_on(field):
     assert dataclasses.replace(RECIPE, **{field: "other"}).key != RECIPE.key
 
 
-def test_the_key_is_the_same_in_every_process() -> None:
+def test_the_key_is_the_same_in_every_process():
     code = f"from hpctrain.horovod_wheel.patch import WheelRecipe; print({RECIPE!r}.key)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout.strip() == RECIPE.key
@@ -81,7 +81,7 @@ def test_the_key_is_the_same_in_every_process() -> None:
         ("CMake Error at CMakeLists.txt:3 (find_package):\n", "find_package"),
     ],
 )
-def test_the_log_of_a_failed_build_is_explained(log: str, reason: str) -> None:
+def test_the_log_of_a_failed_build_is_explained(log, reason):
     what, fix = explain_log(log)
     assert reason in what and "later" not in what
     assert fix
@@ -99,14 +99,14 @@ def only(folder: Path, *programs: str) -> str:
     return str(folder)
 
 
-def test_a_missing_compiler_is_one_sentence_and_costs_nothing(tmp_path: Path) -> None:
+def test_a_missing_compiler_is_one_sentence_and_costs_nothing(tmp_path):
     done = install_horovod(tmp_path / "cache", PATH=only(tmp_path / "bin", "make"))
     assert done.returncode == 64
     assert "g++ is not on PATH" in done.stderr and "g++ 11 or newer" in done.stderr
     assert "Traceback" not in done.stderr and not list((tmp_path / "cache").iterdir())
 
 
-def test_a_compiler_without_cxx20_is_named(tmp_path: Path) -> None:
+def test_a_compiler_without_cxx20_is_named(tmp_path):
     path = only(tmp_path / "bin", "make")
     script = '[ "$1" = --version ] && echo "old-g++ 9.4" && exit 0\nexit 1'
     write_programs(tmp_path / "bin", **{"old-g++": script})
@@ -115,7 +115,7 @@ def test_a_compiler_without_cxx20_is_named(tmp_path: Path) -> None:
     assert "old-g++ 9.4 does not compile C++20" in done.stderr
 
 
-def test_another_mpi_than_mpi4pys_is_refused() -> None:
+def test_another_mpi_than_mpi4pys_is_refused():
     other = Mpi(Path("/opt/other/bin/mpicc"), Path("/opt/other/lib/libmpi.so"), "Other MPI 1.0, of no one")
     with pytest.raises(UserError, match=r"mpi4py loads .*/opt/other/bin/mpicc belongs to Other MPI 1\.0") as caught:
         check_mpi4py(other)
@@ -124,11 +124,11 @@ def test_another_mpi_than_mpi4pys_is_refused() -> None:
     assert other.rpath == "/opt/other/lib"
 
 
-def test_an_mpi_inside_this_environment_is_found_relative_to_the_wheel() -> None:
+def test_an_mpi_inside_this_environment_is_found_relative_to_the_wheel():
     assert Mpi(Path("mpicc"), Path(sys.prefix).resolve() / "lib/libmpi.so.40", "Open MPI").rpath == ""
 
 
-def test_cuda_is_told_apart_by_versions_not_by_folders(tmp_path: Path) -> None:
+def test_cuda_is_told_apart_by_versions_not_by_folders(tmp_path):
     (tmp_path / "nccl.h").write_text("#define NCCL_MAJOR 2\n#define NCCL_MINOR 29\n#define NCCL_PATCH 7\n")
     cuda = Cuda(Path("/opt/cuda"), "13.0", tmp_path, Path("libnccl.so.2"), "80,90")
     assert cuda.identity == "CUDA 13.0 for 80,90, NCCL 2.29.7"
@@ -169,14 +169,14 @@ def found_cuda(site: Path, path: Path | None = None, **env: str) -> str:
     return done.stdout.strip()
 
 
-def test_a_toolkit_from_wheels_is_found_before_that_on_path_and_after_cuda_home(tmp_path: Path) -> None:
+def test_a_toolkit_from_wheels_is_found_before_that_on_path_and_after_cuda_home(tmp_path):
     wheels = toolkit(tmp_path / "site/nvidia/cu13", "13.0")
     path, module = toolkit(tmp_path / "path", "13.1"), toolkit(tmp_path / "module", "13.2")
     assert found_cuda(tmp_path / "site", path=path) == f"{wheels} 13.0"
     assert found_cuda(tmp_path / "site", path=path, CUDA_HOME=str(module)) == f"{module} 13.2"
 
 
-def test_a_toolkit_of_another_major_version_is_passed_over(tmp_path: Path) -> None:
+def test_a_toolkit_of_another_major_version_is_passed_over(tmp_path):
     old, fits = toolkit(tmp_path / "old", "12.4"), toolkit(tmp_path / "path", "13.1")
     assert found_cuda(tmp_path / "site", path=fits, CUDA_HOME=str(old)) == f"{fits} 13.1"
     said = found_cuda(tmp_path / "site", path=old)
@@ -192,7 +192,7 @@ def cuda_of(folder: Path) -> Cuda:
     return Cuda(folder / "cuda", "13.0", folder / "nccl/include", folder / "nccl/libnccl.so.2", "80")
 
 
-def test_compiler_and_cmake_find_what_wheels_name_otherwise(tmp_path: Path) -> None:
+def test_compiler_and_cmake_find_what_wheels_name_otherwise(tmp_path):
     env = cuda_environment(cuda_of(tmp_path), tmp_path / "links")
     nccl = Path(env["HOROVOD_NCCL_HOME"])
     assert (nccl / "include/nccl.h").exists() and (nccl / "lib/libnccl.so").exists()
@@ -202,7 +202,7 @@ def test_compiler_and_cmake_find_what_wheels_name_otherwise(tmp_path: Path) -> N
             assert any((folder / name).exists() for folder in folders)
 
 
-def test_a_whole_toolkit_is_left_as_it_is(tmp_path: Path) -> None:
+def test_a_whole_toolkit_is_left_as_it_is(tmp_path):
     cuda = cuda_of(tmp_path)
     (cuda.home / "lib64").symlink_to("lib")
     env = cuda_environment(cuda, tmp_path / "links")
@@ -220,9 +220,7 @@ def test_a_whole_toolkit_is_left_as_it_is(tmp_path: Path) -> None:
         (" -j1 -- TORCH=torch", " -j1 -- TORCH=torch"),
     ],
 )
-def test_below_make_there_are_no_more_compilers_than_fit(
-    given: str | None, used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_below_make_there_are_no_more_compilers_than_fit(given, used, tmp_path, monkeypatch):
     if given is None:
         monkeypatch.delenv("MAKEFLAGS", raising=False)
     else:
@@ -233,8 +231,8 @@ def test_below_make_there_are_no_more_compilers_than_fit(
     assert build._environment()["MAKEFLAGS"] == used
 
 
-def test_a_tmpdir_without_programs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+def test_a_tmpdir_without_programs_is_named(monkeypatch):
+    def run(command, **options):
         if command[0].endswith("probe"):
             raise PermissionError(13, "Permission denied", command[0])
         return subprocess.CompletedProcess(command, 0, "", "")
@@ -261,7 +259,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return build.own_folder()
 
 
-def test_a_sound_wheel_is_taken_as_a_copy(tmp_path: Path, own: Path) -> None:
+def test_a_sound_wheel_is_taken_as_a_copy(tmp_path, own):
     wheel = wheel_in(tmp_path / "shared")
     with build.checked(wheel) as copy:
         assert copy != wheel and copy.name == wheel.name and copy.read_bytes() == wheel.read_bytes()
@@ -271,11 +269,11 @@ def test_a_sound_wheel_is_taken_as_a_copy(tmp_path: Path, own: Path) -> None:
     assert not copy.exists()
 
 
-def test_whose_wheels_are_taken(tmp_path: Path) -> None:
+def test_whose_wheels_are_taken(tmp_path):
     wheel = tmp_path / "horovod.whl"
     wheel.touch()
 
-    def status(user: int, mode: int) -> os.stat_result:
+    def status(user, mode):
         return os.stat_result((mode, 1, 1, 1, user, user, 0, 0, 0, 0))
 
     for user in (0, 1000):
@@ -305,8 +303,8 @@ except UserError as error:
 
 
 @pytest.mark.skipif(not as_somebody(), reason=f"{NOT_PERMITTED}only root can be somebody else")
-def test_a_user_takes_nothing_that_a_third_one_put_into_a_shared_folder(tmp_path: Path) -> None:
-    def taken(wheel: Path) -> list[str]:
+def test_a_user_takes_nothing_that_a_third_one_put_into_a_shared_folder(tmp_path):
+    def taken(wheel):
         command = [*as_somebody(), sys.executable, "-c", INSTALL, str(wheel)]
         env = {**os.environ, "HOME": "/nonexistent", "XDG_CACHE_HOME": str(tmp_path / "cache")}
         return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -326,7 +324,7 @@ def test_a_user_takes_nothing_that_a_third_one_put_into_a_shared_folder(tmp_path
     assert "it is a pipe" in taken(wheel)[1]
 
 
-def test_builds_lie_where_nobody_else_can_write(tmp_path: Path, own: Path) -> None:
+def test_builds_lie_where_nobody_else_can_write(tmp_path, own):
     shared = tmp_path / "shared"
     shared.mkdir(mode=0o777)
     shared.chmod(0o777)
@@ -339,7 +337,7 @@ def test_builds_lie_where_nobody_else_can_write(tmp_path: Path, own: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_prepared_build_in_a_shared_folder_is_not_gone_on_with(tmp_path: Path) -> None:
+def test_a_prepared_build_in_a_shared_folder_is_not_gone_on_with(tmp_path):
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o777)

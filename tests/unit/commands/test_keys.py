@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import jsonschema
 import pytest
@@ -19,8 +18,8 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-def test_keys_are_found_by_words_of_their_name_or_meaning(capsys: pytest.CaptureFixture[str]) -> None:
-    def named(*words: str) -> list[str]:
+def test_keys_are_found_by_words_of_their_name_or_meaning(capsys):
+    def named(*words):
         return [line for line in printed(capsys, *words).splitlines() if not line.startswith(" ")]
 
     assert named() == list(keys())
@@ -30,18 +29,18 @@ def test_keys_are_found_by_words_of_their_name_or_meaning(capsys: pytest.Capture
     assert "launch.preflight" in named("llreduce"), "nowhere at the beginning of a word"
 
 
-def test_a_word_that_no_key_has_is_said(cli) -> None:
+def test_a_word_that_no_key_has_is_said(cli):
     cli("keys", "no-such-key", code=64)
 
 
-def test_help_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_fits_a_screen(capsys):
     with pytest.raises(SystemExit):
         main(["run", "--help"])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 40 and any("hpctrain keys" in line for line in lines)
 
 
-def test_the_schema_takes_the_examples_and_refuses_what_loading_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_schema_takes_the_examples_and_refuses_what_loading_refuses(capsys):
     schema = json.loads(printed(capsys, "--schema"))
     jsonschema.Draft202012Validator.check_schema(schema)
     check = jsonschema.Draft202012Validator(schema)
@@ -59,7 +58,7 @@ def test_the_schema_takes_the_examples_and_refuses_what_loading_refuses(capsys: 
     assert not check.is_valid({"task": "a:b"}), "name is required"
 
 
-def test_defaults_are_of_the_types_of_their_keys(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_defaults_are_of_the_types_of_their_keys(capsys, tmp_path):
     schema = json.loads(printed(capsys, "--schema"))
     for name, key in keys().items():
         at = schema

@@ -25,7 +25,7 @@ from hpctrain.run.verdict import Action, RunVerdict
         ("../...", "program"),
     ],
 )
-def test_a_program_names_its_run(program: str, name: str) -> None:
+def test_a_program_names_its_run(program, name):
     assert name_of(program.split()) == name
     assert NAME.fullmatch(name)
 
@@ -33,13 +33,11 @@ def test_a_program_names_its_run(program: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("words", "name"), [(["-n", "2"], "train"), (["-n", "2", "--name", "mine"], "mine"), (["--name=mine"], "mine")]
 )
-def test_a_program_is_run_without_a_name(
-    words: list[str], name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cli
-) -> None:
+def test_a_program_is_run_without_a_name(words, name, monkeypatch, tmp_path, cli):
     monkeypatch.chdir(tmp_path)
     started: list[Config] = []
 
-    def run(asked: local.RunRequest) -> RunVerdict:
+    def run(asked):
         started.append(asked.config)
         return RunVerdict(Action.DONE, 0, "")
 
@@ -51,16 +49,14 @@ def test_a_program_is_run_without_a_name(
 @pytest.mark.parametrize(
     ("words", "runs"), [(["run"], 1), (["sweep", "--seed", "1,2"], 2)], ids=["a run", "each run of a sweep"]
 )
-def test_ranks_start_on_the_hosts_of_the_run_file(
-    words: list[str], runs: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cli
-) -> None:
+def test_ranks_start_on_the_hosts_of_the_run_file(words, runs, monkeypatch, tmp_path, cli):
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text(
         "name: r\ntask: m:f\ntrain: {steps: 1, global_batch: 8}\nlaunch: {hosts: [a, b], ranks_per_node: 2}\n"
     )
     asked: list[int | None] = []
 
-    def run(request: local.RunRequest) -> RunVerdict:
+    def run(request):
         asked.append(request.ranks)
         return RunVerdict(Action.DONE, 0, "")
 
@@ -83,14 +79,14 @@ def test_ranks_start_on_the_hosts_of_the_run_file(
     ],
 )
 def test_an_allocation_is_used_or_refused_in_one_sentence(
-    nodes: int,
-    variables: dict[str, str],
-    words: list[str],
-    ranks: int | None,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    nodes,
+    variables,
+    words,
+    ranks,
+    monkeypatch,
+    tmp_path,
+    capsys,
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("SLURMD_NODENAME", raising=False)
     given = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": str(nodes), **variables}
@@ -98,7 +94,7 @@ def test_an_allocation_is_used_or_refused_in_one_sentence(
         monkeypatch.setenv(name, value)
     asked: list[int | None] = []
 
-    def run(request: local.RunRequest) -> RunVerdict:
+    def run(request):
         asked.append(request.ranks)
         return RunVerdict(Action.DONE, 0, "")
 

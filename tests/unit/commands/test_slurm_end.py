@@ -44,26 +44,26 @@ def cancelled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_a_job_at_work_is_asked(run: RunDir, cancelled: list[str], cli) -> None:
+def test_a_job_at_work_is_asked(run, cancelled, cli):
     lock = LiveLock(run, dataclasses.replace(myself(), job="7"))
     lock.acquire()
     cli("stop", run.path)
     assert cancelled == ["8"] and requested_stop(run) is not None
 
 
-def test_a_job_whose_attempt_has_not_begun_does_not_begin_it(run: RunDir, cancelled: list[str], cli) -> None:
+def test_a_job_whose_attempt_has_not_begun_does_not_begin_it(run, cancelled, cli):
     cli("stop", run.path)
     assert cancelled == ["7", "8"]
 
 
-def test_a_run_in_an_interactive_allocation_is_asked(tmp_path: Path, cli) -> None:
+def test_a_run_in_an_interactive_allocation_is_asked(tmp_path, cli):
     run = RunDir(tmp_path)
     LiveLock(run, dataclasses.replace(myself(), job="99")).acquire()
     cli("stop", run.path)
     assert requested_stop(run) is not None
 
 
-def test_a_run_without_a_job_is_asked(run: RunDir, cancelled: list[str], cli) -> None:
+def test_a_run_without_a_job_is_asked(run, cancelled, cli):
     LiveLock(run, dataclasses.replace(myself(), job=None)).acquire()
     cli("stop", run.path)
     assert not cancelled and requested_stop(run) is not None
@@ -129,9 +129,7 @@ def submitted(tmp_path: Path, *jobs: str) -> RunDir:
 
 
 @pytest.mark.parametrize("command", ["cancel", "stop"])
-def test_a_job_that_somebody_has_written_into_the_folder_is_left_alone(
-    tmp_path: Path, fake: FakeSlurm, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
+def test_a_job_that_somebody_has_written_into_the_folder_is_left_alone(tmp_path, fake, capsys, command):
     run = submitted(tmp_path, "41", "42")
     fake.knows("41", run.path / "job.sbatch", "/elsewhere/x.out")
     fake.knows("42", "/home/me/thesis/job.sbatch", "/home/me/thesis/logs/slurm-42.out", name="r")
@@ -142,7 +140,7 @@ def test_a_job_that_somebody_has_written_into_the_folder_is_left_alone(
 
 
 @pytest.mark.parametrize("line", ["--user=me", "42 43", "42,43", "", "a", None, ["42"], "٤٢"])
-def test_what_is_no_job_number_reaches_no_command_of_slurms(tmp_path: Path, fake: FakeSlurm, line: object, cli) -> None:
+def test_what_is_no_job_number_reaches_no_command_of_slurms(tmp_path, fake, line, cli):
     run = submitted(tmp_path)
     fake.knows("42", "/home/me/thesis/job.sbatch", "")
     (run.path / "jobs.jsonl").write_text(json.dumps({"job": line, "time": 0.0, "cwd": "/"}) + "\n")
@@ -151,14 +149,14 @@ def test_what_is_no_job_number_reaches_no_command_of_slurms(tmp_path: Path, fake
     assert not fake.cancelled() and "--jobs" not in (fake.folder / "asked").read_text()
 
 
-def test_how_slurm_tells_whose_a_job_is(tmp_path: Path) -> None:
+def test_how_slurm_tells_whose_a_job_is(tmp_path):
     run, array = submitted(tmp_path), RunDir(tmp_path / "array" / "3")
     array.create()
     (tmp_path / "file.yaml").write_text(f"name: r\nlaunch: {{command: [sh]}}\nrun_dir: {run.path}\n")
     (tmp_path / "a b.yaml").write_text("name: wave\nlaunch: {command: [sh]}\n")
     (run.path / "more").symlink_to(tmp_path)
 
-    def is_of(run: RunDir, command: object = "", log: object = "", cwd: object = "/work", job: str = "7") -> bool:
+    def is_of(run, command="", log="", cwd="/work", job="7"):
         return submission.is_of(run, job, client.Origin("r", str(command), str(cwd), str(log)))
 
     assert is_of(run, command=run.path / "job.sbatch"), "hpctrain submit"
@@ -193,9 +191,7 @@ def test_how_slurm_tells_whose_a_job_is(tmp_path: Path) -> None:
     assert not is_of(run)
 
 
-def test_the_end_of_a_run_takes_only_its_own_jobs_out_of_the_queue(
-    tmp_path: Path, fake: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_end_of_a_run_takes_only_its_own_jobs_out_of_the_queue(tmp_path, fake, capsys):
     run = submitted(tmp_path, "40", "41", "42", "43")
     for job in ("40", "41"):
         fake.knows(job, run.path / "job.sbatch", "")

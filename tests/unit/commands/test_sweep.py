@@ -55,7 +55,7 @@ def sweep(*words: str) -> int:
     return main(["sweep", "run.yaml", "--seed", "0,1,2", *words])
 
 
-def test_each_point_is_run_and_finished_ones_are_skipped(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_point_is_run_and_finished_ones_are_skipped(runs, capsys):
     assert sweep("-n", "2") == 0
     assert runs.started == [("0", 2), ("1", 2), ("2", 2)]
     said = capsys.readouterr()
@@ -68,7 +68,7 @@ def test_each_point_is_run_and_finished_ones_are_skipped(runs: Runs, capsys: pyt
     assert runs.started[3:] == [("0", 1), ("1", 1), ("2", 1)], "longer runs continue"
 
 
-def test_a_stop_ends_the_sweep_and_the_same_command_resumes_it(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stop_ends_the_sweep_and_the_same_command_resumes_it(runs, capsys):
     runs.ends = {"1": STOPPED}
     assert sweep() == ExitCode.STOPPED
     assert [name for name, _ in runs.started] == ["0", "1"]
@@ -78,19 +78,19 @@ def test_a_stop_ends_the_sweep_and_the_same_command_resumes_it(runs: Runs, capsy
     assert [name for name, _ in runs.started[2:]] == ["1", "2"]
 
 
-def test_one_failure_does_not_end_the_others(runs: Runs) -> None:
+def test_one_failure_does_not_end_the_others(runs):
     runs.ends = {"1": FAILED}
     assert sweep() == ExitCode.FAILURE
     assert [name for name, _ in runs.started] == ["0", "1", "2"]
 
 
-def test_a_mistake_of_the_first_would_be_that_of_all(runs: Runs) -> None:
+def test_a_mistake_of_the_first_would_be_that_of_all(runs):
     runs.ends = dict.fromkeys("012", MISTAKE)
     assert sweep() == ExitCode.USER_ERROR
     assert [name for name, _ in runs.started] == ["0"]
 
 
-def test_the_table_is_printed_again(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_is_printed_again(runs, capsys):
     sweep()
     capsys.readouterr()
     assert main(["sweep", "--table", "runs/wave", "--json"]) == 0
@@ -99,7 +99,7 @@ def test_the_table_is_printed_again(runs: Runs, capsys: pytest.CaptureFixture[st
     assert {point["results"]["state"] for point in table["points"]} == {"done"}
 
 
-def test_an_array_of_jobs_holds_what_is_left(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_array_of_jobs_holds_what_is_left(runs, capsys):
     runs.ends = {"1": FAILED}
     sweep()
     capsys.readouterr()
@@ -111,14 +111,14 @@ def test_an_array_of_jobs_holds_what_is_left(runs: Runs, capsys: pytest.CaptureF
     assert "#SBATCH --job-name=wave\n" in script
 
 
-def test_a_dry_run_starts_nothing(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_starts_nothing(runs, capsys):
     assert sweep("--dry-run") == 0
     assert not runs.started
     assert "runs/wave/2: seed 2" in capsys.readouterr().out
     assert not Path("runs").exists()
 
 
-def test_one_point_is_no_sweep(runs: Runs, cli) -> None:
+def test_one_point_is_no_sweep(runs, cli):
     assert (
         "nothing is swept" in cli("sweep", "run.yaml", "--seed", "1", code=ExitCode.USER_ERROR).err
         and runs.started == []

@@ -28,7 +28,7 @@ def choices(row: Row) -> Iterator[tuple[Feature, ...]]:
 
 
 @ROWS
-def test_a_row_is_the_one_that_refuses_its_features(row: Row) -> None:
+def test_a_row_is_the_one_that_refuses_its_features(row):
     """No row before it says more than it, so that it is reached, and its sentence has all that it needs."""
     for features in choices(row):
         uses = {feature: f"<{feature.name}>" for feature in features}
@@ -45,18 +45,18 @@ def test_a_row_is_the_one_that_refuses_its_features(row: Row) -> None:
 
 
 @ROWS
-def test_a_row_reads_as_two_sentences(row: Row) -> None:
+def test_a_row_reads_as_two_sentences(row):
     assert all(text.strip() == text and text and not text.endswith(".") for text in (row.what, row.fix))
     assert "{" not in re.sub(r"\{\d(!r)?\}", "", row.what), "is formatted with the features' values, by number"
     assert len(row.features) > 1 and len(set(row.features)) == len(row.features)
 
 
-def test_no_row_stands_twice() -> None:
+def test_no_row_stands_twice():
     every = [frozenset(features) for row in TABLE for features in choices(row)]
     assert len(every) == len(set(every))
 
 
-def test_every_feature_is_in_a_row_and_is_reported_by_someone() -> None:
+def test_every_feature_is_in_a_row_and_is_reported_by_someone():
     """The rooms report features by name, in files that have no rows; keys of the run file report themselves."""
     named = {feature for row in TABLE for features in choices(row) for feature in features}
     assert set(Feature) - named == set() and set(TRAITS) <= named
@@ -66,7 +66,7 @@ def test_every_feature_is_in_a_row_and_is_reported_by_someone() -> None:
     assert reported | {one.name for one in Feature if one.partition(".")[0] in PARTS} == set(Feature.__members__)
 
 
-def test_the_page_is_in_step() -> None:
+def test_the_page_is_in_step():
     written = (PACKAGE.parent / "docs" / "combinations.md").read_text(encoding="utf-8")
     assert combination_tables() in written, "python -m tests.support.docs_tables combinations prints the tables"
 
@@ -84,7 +84,7 @@ FEWER_BYTES = [
 
 
 @pytest.mark.parametrize(("used", "fit", "refused"), FEWER_BYTES)
-def test_each_way_to_send_fewer_bytes_goes_with_the_rest_or_says_why_not(used: str, fit: str, refused: str) -> None:
+def test_each_way_to_send_fewer_bytes_goes_with_the_rest_or_says_why_not(used, fit, refused):
     """Those that fit train in tests/dist/programs/torch_training.py."""
     uses = {Feature[name]: True for name in [*used.split(), "RANKS"]}
     assert [name for name in fit.split() if clash(uses | {Feature[name]: True})] == []
@@ -93,7 +93,7 @@ def test_each_way_to_send_fewer_bytes_goes_with_the_rest_or_says_why_not(used: s
         assert row is not None and row.fix, name
 
 
-def test_a_trait_is_told_by_the_first_feature_that_has_it() -> None:
+def test_a_trait_is_told_by_the_first_feature_that_has_it():
     both = {Feature.PIPELINE: 3, Feature.TENSOR: 2, Feature.JOINT_LAYERS: "norm"}
     with pytest.raises(Refused, match=r"parallel.tensor is 2, and norm normalises over the samples of all ranks"):
         refuse(both)
@@ -103,7 +103,7 @@ def test_a_trait_is_told_by_the_first_feature_that_has_it() -> None:
     assert stated(Feature.RATE_HOOK, "Halved") == "the task has a RateHook"
 
 
-def test_a_login_node_without_frameworks_has_the_whole_table() -> None:
+def test_a_login_node_without_frameworks_has_the_whole_table():
     program = (
         "import sys; from hpctrain.config import combinations\n"
         "combinations.TABLE\n"

@@ -31,7 +31,7 @@ def refused(path: Path, *overrides: str) -> UserError:
     return caught.value
 
 
-def test_defaults_and_overrides(run_file: Path) -> None:
+def test_defaults_and_overrides(run_file):
     words = ["--train.epochs", "7", "--reduce.overlap=off", "--task_args.lr", "1e-3", "--train.early_stop.patience=9"]
     config = load(run_file, words)
     assert config.train.epochs == 7
@@ -50,18 +50,18 @@ def test_defaults_and_overrides(run_file: Path) -> None:
         ("launch.slurm.gres", "launch.slurm.extra takes further directives"),
     ],
 )
-def test_keys_of_other_programs_lead_to_ours(run_file: Path, key: str, fix: str) -> None:
+def test_keys_of_other_programs_lead_to_ours(run_file, key, fix):
     with pytest.raises(UserError, match="unknown option") as caught:
         load(run_file, [f"--{key}", "3"])
     assert caught.value.fix == fix
 
 
-def test_arguments_of_the_task_are_given_together_or_one_by_one(run_file: Path) -> None:
+def test_arguments_of_the_task_are_given_together_or_one_by_one(run_file):
     run_file.write_text(MINIMAL + "task_args: {a: 1, b: 2}\n")
     assert load(run_file, ["--task_args.b", "[3]", "--task_args", "{c: x}"]).task_args == {"a": 1, "b": [3], "c": "x"}
 
 
-def test_a_required_key_that_is_missing_is_named(run_file: Path) -> None:
+def test_a_required_key_that_is_missing_is_named(run_file):
     run_file.write_text("task: m:f\n")
     error = refused(run_file)
     assert (error.what, error.fix) == ("name is missing", "give text")
@@ -71,19 +71,19 @@ def test_a_required_key_that_is_missing_is_named(run_file: Path) -> None:
     ("line", "fix"),
     [("epochs: four", "an integer"), ("clip_norm: x", "a number"), ("recompute: 1", "a list of text: [1]")],
 )
-def test_what_to_give_is_a_sentence(run_file: Path, line: str, fix: str) -> None:
+def test_what_to_give_is_a_sentence(run_file, line, fix):
     run_file.write_text(f"name: x\ntask: m:f\ntrain: {{{line}}}\n")
     assert refused(run_file).fix == f"give {fix}"
 
 
 @pytest.mark.parametrize(("key", "near"), [("train.seed", "seed"), ("train.every_epochs", "checkpoint.every_epochs")])
-def test_a_key_in_the_wrong_section_is_found_by_its_name(run_file: Path, key: str, near: str) -> None:
+def test_a_key_in_the_wrong_section_is_found_by_its_name(run_file, key, near):
     section, _, name = key.partition(".")
     run_file.write_text(f"name: x\ntask: m:f\n{section}: {{{name}: 1}}\n")
     assert refused(run_file).fix == f"did you mean {near}?"
 
 
-def test_scalars_are_read_as_yaml_1_2(run_file: Path) -> None:
+def test_scalars_are_read_as_yaml_1_2(run_file):
     run_file.write_text(
         MINIMAL + "reduce: {overlap: off}\nlaunch: {slurm: {time: 01:30:00}}\n"
         'task_args: {lr: 1e-3, a: "017", b: 017, c: yes, d: 0x1F, e: .5, f: , g: [1, true]}\n'
@@ -96,7 +96,7 @@ def test_scalars_are_read_as_yaml_1_2(run_file: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["null", "~", "Null", "NULL"])
-def test_quoted_text_is_text(run_file: Path, text: str) -> None:
+def test_quoted_text_is_text(run_file, text):
     run_file.write_text(MINIMAL + f'run_dir: "{text}"\nlaunch: {{slurm: {{qos: "{text}", account: {text}}}}}\n')
     config = load(run_file)
     assert (config.run_dir, config.launch.slurm.qos, config.launch.slurm.account) == (text, text, None)
@@ -151,7 +151,7 @@ def test_quoted_text_is_text(run_file: Path, text: str) -> None:
         ("launch: {command: [ls]}", "task and launch.command are both given", "launch.command"),
     ],
 )
-def test_wrong_files_name_line_key_and_cure(run_file: Path, line: str, what: str, fix: str) -> None:
+def test_wrong_files_name_line_key_and_cure(run_file, line, what, fix):
     run_file.write_text(MINIMAL + line + "\n")
     error = refused(run_file)
     assert what in error.what
@@ -174,7 +174,7 @@ def test_wrong_files_name_line_key_and_cure(run_file: Path, line: str, what: str
         (["--train.global_batch", "0"], "train.global_batch is 0", "1 or more"),
     ],
 )
-def test_wrong_overrides(run_file: Path, words: list[str], what: str, fix: str) -> None:
+def test_wrong_overrides(run_file, words, what, fix):
     error = refused(run_file, *words)
     assert what in error.what
     assert fix in error.fix
@@ -195,9 +195,7 @@ def test_wrong_overrides(run_file: Path, words: list[str], what: str, fix: str) 
         ),
     ],
 )
-def test_of_two_keys_that_exclude_each_other_the_command_lines_wins_and_it_is_said(
-    run_file: Path, line: str, words: list[str], gone: str, said: str
-) -> None:
+def test_of_two_keys_that_exclude_each_other_the_command_lines_wins_and_it_is_said(run_file, line, words, gone, said):
     run_file.write_text(f"{MINIMAL}{line}\n")
     heard: list[str] = []
     config = load(run_file, words, heard.append)
@@ -207,7 +205,7 @@ def test_of_two_keys_that_exclude_each_other_the_command_lines_wins_and_it_is_sa
     assert load(run_file, [*words, f"--{gone}", "" if gone == "task" else "null"]) == config, "taken back by hand"
 
 
-def test_nothing_is_said_where_nothing_gives_way(run_file: Path) -> None:
+def test_nothing_is_said_where_nothing_gives_way(run_file):
     heard: list[str] = []
     load(run_file, ["--train.epochs", "5", "--train.global_batch", "8"], heard.append)
     assert not heard
@@ -227,7 +225,7 @@ def test_nothing_is_said_where_nothing_gives_way(run_file: Path) -> None:
         "launch: {stage_in: ['https://server/x?AWSAccessKeyId=hunter2']}",
     ],
 )
-def test_credentials_in_addresses_are_refused_and_not_repeated(line: str, run_file: Path, cli) -> None:
+def test_credentials_in_addresses_are_refused_and_not_repeated(line, run_file, cli):
     run_file.write_text(f"{MINIMAL}{line}\n")
     before = sorted(run_file.parent.iterdir())
     said = "".join(cli("run", run_file, code=64))
@@ -246,27 +244,27 @@ def test_credentials_in_addresses_are_refused_and_not_repeated(line: str, run_fi
         "token=1, sig=2",
     ],
 )
-def test_addresses_without_credentials_are_taken(address: str) -> None:
+def test_addresses_without_credentials_are_taken(address):
     Config("digits", "digits.py:task", TrainConfig(epochs=1, global_batch=1), task_args={"data": [address]})
 
 
-def test_the_environment_of_ranks_may_hold_secrets() -> None:
+def test_the_environment_of_ranks_may_hold_secrets():
     proxy = {"HTTPS_PROXY": "http://user:secret@proxy"}
     Config("digits", "digits.py:task", TrainConfig(epochs=1, global_batch=1), launch=LaunchConfig(env=proxy))
 
 
-def test_missing_file(tmp_path: Path) -> None:
+def test_missing_file(tmp_path):
     assert "does not exist" in refused(tmp_path / "none.yaml").what
 
 
-def test_a_program_in_place_of_a_run_file(tmp_path: Path) -> None:
+def test_a_program_in_place_of_a_run_file(tmp_path):
     (tmp_path / "train.py").write_text("import torch\n")
     error = refused(tmp_path / "train.py")
     assert "is a Python program" in error.what
     assert f"hpctrain run -- python {tmp_path}/train.py" in error.fix
 
 
-def test_nothing_is_constructed_from_yaml_tags(run_file: Path) -> None:
+def test_nothing_is_constructed_from_yaml_tags(run_file):
     run_file.write_text(MINIMAL + "task_args: {x: !!python/object/apply:os.getcwd []}\n")
     refused(run_file)
 
@@ -277,14 +275,14 @@ scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False,
 @pytest.mark.slow
 @settings(max_examples=40)
 @given(st.dictionaries(st.text(min_size=1), scalars | st.lists(scalars, max_size=3), max_size=4))
-def test_dump_is_read_back_equal(tmp_path_factory: pytest.TempPathFactory, task_args: dict[str, object]) -> None:
+def test_dump_is_read_back_equal(tmp_path_factory, task_args):
     config = Config(name="a", task="m:f", train=TrainConfig(steps=3, batch_per_rank=2), task_args=task_args)
     path = tmp_path_factory.mktemp("dump") / "run.yaml"
     path.write_text(dump(config), encoding="utf-8")
     assert load(path) == config
 
 
-def test_a_number_or_a_word(tmp_path: Path) -> None:
+def test_a_number_or_a_word(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("name: a\ntask: m:f\ntrain: {steps: 3, global_batch: 2}\n")
     key = "--checkpoint.tiers.memory.every_steps"
@@ -294,12 +292,12 @@ def test_a_number_or_a_word(tmp_path: Path) -> None:
         load(path, [key, "often"])
 
 
-def test_the_reference_page_is_in_step() -> None:
+def test_the_reference_page_is_in_step():
     page = Path(__file__).parents[3] / "docs" / "configuration.md"
     assert key_tables() in page.read_text(encoding="utf-8"), "python -m tests.support.docs_tables keys prints the table"
 
 
-def test_accept_adds_to_what_a_resume_accepts(tmp_path: Path) -> None:
+def test_accept_adds_to_what_a_resume_accepts(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("name: a\ntask: m:f\ntrain: {steps: 3, global_batch: 2}\n")
     words = ["--accept", "train.epochs", "--accept=task_args.lr"]
@@ -313,7 +311,7 @@ def test_accept_adds_to_what_a_resume_accepts(tmp_path: Path) -> None:
         load(path, ["--accept"])
 
 
-def test_a_key_says_itself_that_results_depend_on_it() -> None:
+def test_a_key_says_itself_that_results_depend_on_it():
     class Noise(Section, key="train.noise"):
         deviation: Decisive[NotNegative | None] = None
         places: tuple[str, ...] = ()

@@ -1,7 +1,5 @@
 """Values of run files: what each type of key takes, and what it refuses."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import pytest
@@ -38,7 +36,7 @@ MEANINGS = dict(zip(KEYS, meanings(), strict=True))
         ("[1, {a: null}]", Any, [1, {"a": None}]),
     ],
 )
-def test_values_of_a_file(text: str, kind: Any, value: Any) -> None:
+def test_values_of_a_file(text, kind, value):
     found = converted(unquoted(read_yaml(text), kind), kind)
     assert found == value and type(found) is type(value)
 
@@ -65,7 +63,7 @@ def test_values_of_a_file(text: str, kind: Any, value: Any) -> None:
         ('"[1"', tuple[int, ...], "[1"),
     ],
 )
-def test_what_does_not_fit_is_named(text: str, kind: Any, wrong: Any) -> None:
+def test_what_does_not_fit_is_named(text, kind, wrong):
     with pytest.raises(Misfit) as caught:
         converted(unquoted(read_yaml(text), kind), kind)
     assert caught.value.value == wrong and type(caught.value.value) is type(wrong)
@@ -85,12 +83,12 @@ def test_what_does_not_fit_is_named(text: str, kind: Any, wrong: Any) -> None:
         ("a: b: c", Any, "a: b: c"),
     ],
 )
-def test_words_are_text_where_text_is_taken(word: str, kind: Any, value: Any) -> None:
+def test_words_are_text_where_text_is_taken(word, kind, value):
     assert of_word(word, kind) == value
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_every_key_takes_its_default_has_a_type_in_words_and_a_meaning(name: str) -> None:
+def test_every_key_takes_its_default_has_a_type_in_words_and_a_meaning(name):
     key = KEYS[name]
     assert in_words(key.kind)
     assert MEANINGS[name]

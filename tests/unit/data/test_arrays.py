@@ -16,12 +16,12 @@ class WithGradient:
         return np.ones((3, 2), np.float32)
 
 
-def test_gradients_of_data_are_left_out() -> None:
+def test_gradients_of_data_are_left_out():
     read = from_arrays({"x": WithGradient()}).read(np.arange(3))
     np.testing.assert_array_equal(read["x"], np.ones((3, 2)))
 
 
 @pytest.mark.parametrize("dtype", [np.longdouble, np.clongdouble])
-def test_numbers_wider_than_any_that_models_compute_in_are_refused(dtype: type) -> None:
+def test_numbers_wider_than_any_that_models_compute_in_are_refused(dtype):
     with pytest.raises(UserError, match="wider than any that models compute in"):
         from_arrays({"x": np.ones((3, 2), dtype)})

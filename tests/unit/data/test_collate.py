@@ -44,7 +44,7 @@ def rows(batches: list[Batch]) -> list[tuple[int, list[int]]]:
     ]
 
 
-def test_arrays_of_different_lengths_are_a_field() -> None:
+def test_arrays_of_different_lengths_are_a_field():
     field = RAGGED.fields["tokens"]
     assert field.shape == (-1,) and field.is_ragged and field.dtype == np.int64
     read = RAGGED.read(np.array([3, 0]))
@@ -65,12 +65,12 @@ def test_arrays_of_different_lengths_are_a_field() -> None:
         ({"x": [[1], [2, 3]], "y": [1, 2, 3]}, "different numbers of samples: 'x' 2, 'y' 3"),
     ],
 )
-def test_ragged_arrays_that_cannot_be_trained_on(arrays: dict, message: str) -> None:
+def test_ragged_arrays_that_cannot_be_trained_on(arrays, message):
     with pytest.raises(UserError, match=message):
         open_dataset(arrays)
 
 
-def test_ragged_samples_without_collate_are_refused_by_their_number() -> None:
+def test_ragged_samples_without_collate_are_refused_by_their_number():
     with pytest.raises(UserError, match=r"the data gives .* for sample \d+ where .*was expected\n.*a collate"):
         take(4)
     with pytest.raises(UserError, match="'tokens' differ in shape, which HDF5 arrays cannot hold"):
@@ -78,7 +78,7 @@ def test_ragged_samples_without_collate_are_refused_by_their_number() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_padded_batches_hold_each_sample_whatever_the_number_of_ranks(workers: int) -> None:
+def test_padded_batches_hold_each_sample_whatever_the_number_of_ranks(workers):
     alone = take(8, collate=PAD)
     expected = [(i, TOKENS[i].tolist()) for batch in alone for i in batch.sample_ids.tolist()]
     assert rows(alone) == expected
@@ -88,13 +88,13 @@ def test_padded_batches_hold_each_sample_whatever_the_number_of_ranks(workers: i
     assert lengths <= {0, 4, 8} and len(lengths) > 1
 
 
-def test_collate_follows_the_transform() -> None:
+def test_collate_follows_the_transform():
     batches = take(4, collate=PAD, transform=halve, workers=1)
     assert rows(batches) == rows(take(4, collate=PAD, transform=halve))
     assert max(len(tokens) for _, tokens in rows(batches)) == 4
 
 
-def test_validation_is_collated() -> None:
+def test_validation_is_collated():
     seen = [
         len(tokens[mask])
         for batch in ValidationData(RAGGED, 7, 0, 1, recipe=Recipe(collate=PAD))
@@ -103,7 +103,7 @@ def test_validation_is_collated() -> None:
     assert seen == [len(tokens) for tokens in TOKENS]
 
 
-def test_padding() -> None:
+def test_padding():
     samples = [
         {"a": np.arange(3.0), "b": np.ones((2, 1), np.int8), "y": np.int64(1)},
         {"a": np.arange(1.0), "b": np.ones((1, 2), np.int8), "y": np.int64(2)},
@@ -125,7 +125,7 @@ def test_padding() -> None:
         ({"fields": ["a"], "length": 2}, "'a' has 3 values along its first axis, and length is 2"),
     ],
 )
-def test_padding_that_cannot_be(options: dict, message: str) -> None:
+def test_padding_that_cannot_be(options, message):
     samples = [{"a": np.arange(3), "y": np.int64(1)}, {"a": np.arange(1), "y": np.int64(2)}]
     with pytest.raises(UserError, match=message):
         hpctrain.pad(samples, **options)
@@ -144,20 +144,20 @@ def test_padding_that_cannot_be(options: dict, message: str) -> None:
         (lambda samples: {"x": np.array(["a"] * 4)}, "collate gives 'x' with dtype <U1"),
     ],
 )
-def test_a_wrong_collate_is_named(collate, message: str) -> None:
+def test_a_wrong_collate_is_named(collate, message):
     with pytest.raises(UserError, match=message):
         take(1, collate=collate)
 
 
 @pytest.mark.slow
-def test_samples_of_a_torch_dataset_may_differ() -> None:
+def test_samples_of_a_torch_dataset_may_differ():
     import torch
 
     class Sentences(torch.utils.data.Dataset):  # type: ignore[type-arg]
-        def __len__(self) -> int:
+        def __len__(self):
             return LENGTH
 
-        def __getitem__(self, index: int) -> dict:
+        def __getitem__(self, index):
             return {"tokens": torch.from_numpy(TOKENS[index]), "label": index}
 
     assert rows(take(4, dataset=open_dataset(Sentences(), ragged=True), collate=PAD)) == rows(take(4, collate=PAD))

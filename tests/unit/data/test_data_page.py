@@ -39,14 +39,14 @@ def config(task: Path, **sections: Any) -> Config:
     return Config(name="page", task=f"{task}:task", train=train, **sections)
 
 
-def test_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("reviews-1.jsonl").write_text("\n".join(json.dumps({"text": "ab" * n, "label": n}) for n in range(1, 4)))
     data = names_of("def encode")["data"]
     assert [len(tokens) for tokens in data.read(np.arange(3))["tokens"]] == [2, 4, 6]
 
 
-def test_samplers() -> None:
+def test_samplers():
     names = names_of("WeightedSampler(")
     drawn = Order(4, 4000, sampler=lambda epoch: np.concatenate([names["balanced"](epoch) for _ in range(1000)]))
     assert 0.45 < np.mean(drawn.batch_indices(0, 0) == 3) < 0.55
@@ -56,7 +56,7 @@ def test_samplers() -> None:
 
 
 @pytest.mark.slow
-def test_variable_length(tmp_path: Path) -> None:
+def test_variable_length(tmp_path):
     pytest.importorskip("torch")
     path = tmp_path / "padded_task.py"
     path.write_text(program("def task(lr"))
@@ -71,7 +71,7 @@ def test_variable_length(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_streams(tmp_path: Path) -> None:
+def test_streams(tmp_path):
     pytest.importorskip("torch")
     walk = names_of("class Walk")["Walk"]
     data = StreamingData(open_stream(walk()), StreamOrder(4), 0, 1)

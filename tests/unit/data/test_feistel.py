@@ -15,12 +15,12 @@ def drawn(length: int, seed: int) -> FeistelPermutation:
 
 
 @given(length=st.integers(1, 3000), seed=st.integers(0, 2**32))
-def test_every_number_comes_once(length: int, seed: int) -> None:
+def test_every_number_comes_once(length, seed):
     assert np.array_equal(np.sort(drawn(length, seed)(0, length)), np.arange(length))
 
 
 @given(length=st.integers(1, 2**60), seed=st.integers(0, 99), data=st.data())
-def test_a_stretch_is_that_of_the_whole(length: int, seed: int, data: st.DataObject) -> None:
+def test_a_stretch_is_that_of_the_whole(length, seed, data):
     permutation = drawn(length, seed)
     begin = data.draw(st.integers(0, length - 1))
     end = min(length, begin + data.draw(st.integers(0, 50)))
@@ -35,7 +35,7 @@ def chi_squared(counts: np.ndarray) -> float:
     return float(((counts - expected) ** 2 / expected).sum() / counts.size)
 
 
-def test_it_mixes_like_a_random_one() -> None:
+def test_it_mixes_like_a_random_one():
     n, cells = 300_007, 30
     found = drawn(n, 5)(0, n)
     where = np.histogram2d(np.arange(n), found, [cells, cells])[0]
@@ -47,7 +47,7 @@ def test_it_mixes_like_a_random_one() -> None:
 
 
 @pytest.mark.parametrize("length", [LARGE_SAMPLES, 10**12])
-def test_large_data_is_shuffled_without_memory(length: int) -> None:
+def test_large_data_is_shuffled_without_memory(length):
     order = Order(length, 64, seed=7)
     first = order.batch_indices(0, 0)
     assert len(set(first.tolist())) == 64 and first.max() > length // 2, "not as stored"
@@ -57,6 +57,6 @@ def test_large_data_is_shuffled_without_memory(length: int) -> None:
     assert np.array_equal(first, np.concatenate([half.batch_indices(0, 0), half.batch_indices(0, 1)]))
 
 
-def test_the_order_is_pinned() -> None:
+def test_the_order_is_pinned():
     """A changed order breaks resuming: the numbers here may only change with a note in the change log."""
     assert Order(LARGE_SAMPLES, 4, seed=7).batch_indices(3, 0).tolist() == [8507365, 3776958, 3702269, 6624282]

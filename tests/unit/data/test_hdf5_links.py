@@ -79,7 +79,7 @@ def refused(path: Path, *words: str, **options: Any) -> UserError:
 
 
 class TestLinks:
-    def test_arrays_behind_soft_links(self, folder: Path) -> None:
+    def test_arrays_behind_soft_links(self, folder):
         path = write(folder / "a.h5", x=h5py.SoftLink("/far/x"), far=h5py.SoftLink("group"), **{"group/x": NUMBERS})
         dataset = open_dataset(path)
         assert isinstance(dataset, Hdf5Dataset) and set(dataset.fields) == {"x", "group/x"}
@@ -89,10 +89,10 @@ class TestLinks:
         assert main(["data", "pack", str(path), "-o", str(folder / "packed.h5")]) == 0
         assert np.array_equal(everything(folder / "packed.h5")["x"], NUMBERS)
 
-    def test_the_library_decides_where_the_map_differs(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_library_decides_where_the_map_differs(self, folder, monkeypatch):
         right = hdf5_resolve.map_dataset
 
-        def wrong(files: Any, dataset: Any) -> MappedArray:
+        def wrong(files, dataset):
             mapped = right(files, dataset)
             assert mapped is not None
             return dataclasses.replace(mapped, begin=0)
@@ -101,7 +101,7 @@ class TestLinks:
         for values in (NUMBERS + 1, SAMPLES + 1):
             assert np.array_equal(everything(write(folder / "a.h5", x=values))["x"], values)
 
-    def test_a_file_that_is_replaced_while_it_is_opened(self, folder: Path) -> None:
+    def test_a_file_that_is_replaced_while_it_is_opened(self, folder):
         path = write(folder / "a.h5", x=NUMBERS)
         with Hdf5File(path) as file:
             dataset = file.root["x"]
@@ -109,12 +109,12 @@ class TestLinks:
             with pytest.raises(UserError, match="was replaced while it was opened"):
                 hdf5_resolve.map_dataset(file, dataset)
 
-    def test_a_link_to_nothing(self, folder: Path) -> None:
+    def test_a_link_to_nothing(self, folder):
         refused(write(folder / "a.h5", x=h5py.SoftLink("/y")), "the link 'x' leads to /y", "does not exist")
         path = write(folder / "a.h5", x=h5py.SoftLink("/y"), z=NUMBERS)
         assert list(everything(path, fields=["z"])) == ["z"]
 
-    def test_circles(self, folder: Path) -> None:
+    def test_circles(self, folder):
         refused(write(folder / "a.h5", x=h5py.SoftLink("/y"), y=h5py.SoftLink("x")), "circle")
         with h5py.File(folder / "a.h5", "w") as file:
             file["group/x"] = NUMBERS
@@ -122,7 +122,7 @@ class TestLinks:
         refused(folder / "a.h5", "'group/again' contains itself")
         assert np.array_equal(everything(folder / "a.h5", fields=["group/x"])["group/x"], NUMBERS)
 
-    def test_a_file_with_too_many_names(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_file_with_too_many_names(self, folder, monkeypatch):
         monkeypatch.setattr("hpctrain.data.formats.hdf5_files.MOST_NAMES", 5)
         path = write(folder / "a.h5", **{f"x{number}": NUMBERS for number in range(6)})
         refused(path, "more than 5 names")
@@ -130,7 +130,7 @@ class TestLinks:
 
 
 @pytest.mark.parametrize("target", ["other.h5", "missing.h5", "pipe"])
-def test_links_to_other_files_are_refused_without_opening_them(folder: Path, target: str) -> None:
+def test_links_to_other_files_are_refused_without_opening_them(folder, target):
     os.mkfifo(folder / "pipe")
     write(folder / "other.h5", x=NUMBERS)
     path = write(folder / "a.h5", y=NUMBERS, group=h5py.ExternalLink(target, "/"), x=h5py.SoftLink("group/x"))
@@ -140,14 +140,14 @@ def test_links_to_other_files_are_refused_without_opening_them(folder: Path, tar
     assert list(everything(path, fields=["y"])) == ["y"]
 
 
-def test_nobody_waits_for_a_pipe(folder: Path) -> None:
+def test_nobody_waits_for_a_pipe(folder):
     os.mkfifo(folder / "pipe")
     (folder / "a.h5").symlink_to("pipe")
     refused(folder / "a.h5", "is not a plain file but a pipe")
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".npz", ".csv", ".parquet"])
-def test_pack_waits_for_no_pipe(folder: Path, suffix: str, cli) -> None:
+def test_pack_waits_for_no_pipe(folder, suffix, cli):
     os.mkfifo(folder / f"a{suffix}")
     assert (
         "is not a plain file but a pipe"
@@ -159,18 +159,18 @@ def test_pack_waits_for_no_pipe(folder: Path, suffix: str, cli) -> None:
     ("shape", "options"),
     [((2**40,), {"chunks": (2**20,)}), ((2**40,), {}), ((10, 2**40), {"chunks": (1, 2**20)}), ((2**40, 3), {})],
 )
-def test_samples_that_were_never_written(folder: Path, shape: tuple[int, ...], options: dict[str, Any]) -> None:
+def test_samples_that_were_never_written(folder, shape, options):
     with h5py.File(folder / "a.h5", "w") as file:
         file.create_dataset("x", shape, np.uint8, **options)
     refused(folder / "a.h5", f"'x' claims {shape[0]} samples, but of its", "at most 0 were ever written")
 
 
-def test_an_order_that_does_not_fit_into_memory() -> None:
+def test_an_order_that_does_not_fit_into_memory():
     with pytest.raises(UserError, match="the order of 1125899906842624 samples does not fit"):
         Order(2**50, 2, shuffle="block").batch_indices(0, 0)
 
 
-def test_samples_that_do_not_fit_into_memory(folder: Path) -> None:
+def test_samples_that_do_not_fit_into_memory(folder):
     dataset = open_dataset(write(folder / "a.h5", x=SAMPLES))
     many = np.broadcast_to(np.int64(3), (2**50,))
     with pytest.raises(UserError, match=r"1125899906842624 samples of 4\.8e-05 MB do not fit into memory"):
@@ -178,7 +178,7 @@ def test_samples_that_do_not_fit_into_memory(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0, 0.5, 0.99])
-def test_a_file_that_is_cut_short_while_it_is_read(folder: Path, share: float) -> None:
+def test_a_file_that_is_cut_short_while_it_is_read(folder, share):
     """Touching the lost pages of a map would kill the process."""
     path = write(folder / "a.h5", x=np.zeros((1000, 1000)))
     dataset = open_hdf5(path, None, BlockCache(0))
@@ -187,7 +187,7 @@ def test_a_file_that_is_cut_short_while_it_is_read(folder: Path, share: float) -
         dataset.read(np.arange(len(dataset)))
 
 
-def test_arrays_whose_values_are_in_other_files_are_refused(folder: Path) -> None:
+def test_arrays_whose_values_are_in_other_files_are_refused(folder):
     """The library would read zeros for a file that is missing."""
     write(folder / "b.h5", x=NUMBERS, y=NUMBERS)
     refused(virtual(folder / "a.h5", "b.h5"), "'x' is a virtual dataset, whose values are in other files")
@@ -196,7 +196,7 @@ def test_arrays_whose_values_are_in_other_files_are_refused(folder: Path) -> Non
     refused(external(folder / "c.h5", "raw.bin"), "'x' has external storage")
 
 
-def test_an_array_whose_values_are_in_a_pipe_is_refused_without_opening_it(folder: Path) -> None:
+def test_an_array_whose_values_are_in_a_pipe_is_refused_without_opening_it(folder):
     os.mkfifo(folder / "pipe")
     refused(virtual(folder / "a.h5", "pipe", endless=True), "virtual dataset")
     refused(external(folder / "b.h5", "pipe"), "external storage")

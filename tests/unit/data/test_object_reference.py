@@ -58,7 +58,7 @@ def again(value: Any) -> Any:
     return Rebuilder(describer.arrays, import_function).rebuild(given)
 
 
-def test_an_object_is_made_again() -> None:
+def test_an_object_is_made_again():
     folder, made = Folder(), again(Folder())
     for name in ("samples", "classes", "root", "kinds", "dtype"):
         assert getattr(made, name) == getattr(folder, name)
@@ -83,7 +83,7 @@ class Half:
         return Half, ()
 
 
-def test_what_cannot_be_made_again_is_named() -> None:
+def test_what_cannot_be_made_again_is_named():
     folder = Folder()
     for value, kind in ((threading.Lock(), r"_thread\.lock"), (np.complex64(1), r"numpy\.complex64"), (Half(), "Half")):
         folder.transform.factor = value  # type: ignore[assignment]

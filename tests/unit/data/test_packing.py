@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import h5py
@@ -53,7 +52,7 @@ def layouts(path: str) -> set[str]:
 
 class TestNumpy:
     @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-    def test_archives(self, save) -> None:  # type: ignore[no-untyped-def]
+    def test_archives(self, save):  # type: ignore[no-untyped-def]
         save("a.npz", x=X, y=Y.astype(">i4"), fortran=np.asfortranarray(X), scalar=3)
         pack("a.npz", "-o", "a.h5", "--field", "x", "--field", "y", "--field", "fortran")
         samples = read("a.h5")
@@ -62,29 +61,29 @@ class TestNumpy:
         assert np.array_equal(samples["y"], Y) and samples["y"].dtype == np.int32
         assert layouts("a.h5") == {"contiguous"}
 
-    def test_archives_one_after_the_other(self) -> None:
+    def test_archives_one_after_the_other(self):
         np.savez("a.npz", x=X[:10], y=Y[:10])
         np.savez("b.npz", x=X[10:], y=Y[10:])
         pack("a.npz", "b.npz", "-o", "c.h5")
         assert np.array_equal(read("c.h5")["x"], X) and np.array_equal(read("c.h5")["y"], Y)
 
-    def test_single_arrays_are_named_as_their_files(self) -> None:
+    def test_single_arrays_are_named_as_their_files(self):
         np.save("image.npy", np.asfortranarray(X))
         np.save("label.npy", Y.astype(">i4"))
         pack("image.npy", "label.npy", "-o", "a.h5")
         assert list(read("a.h5")) == ["image", "label"]
         assert np.array_equal(read("a.h5")["image"], X)
 
-    def test_objects_are_not_unpickled(self, refused) -> None:
+    def test_objects_are_not_unpickled(self, refused):
         class Bomb:
-            def __reduce__(self) -> tuple[object, ...]:
+            def __reduce__(self):
                 return Path("exploded").touch, ()
 
         np.savez("a.npz", x=np.array([Bomb()], dtype=object))
         assert "Object arrays cannot be loaded" in refused("a.npz")
         assert not Path("exploded").exists()
 
-    def test_damage(self, refused) -> None:
+    def test_damage(self, refused):
         np.save("a.npy", X)
         Path("a.npy").write_bytes(Path("a.npy").read_bytes()[:-100])
         assert "a.npy is truncated, damaged, or" in refused("a.npy")
@@ -99,7 +98,7 @@ class TestNumpy:
         said = refused("d.npy")
         assert "d.npy is truncated, damaged, or" in said and "unsafe" not in said  # NumPy's advice is to unpickle it
 
-    def test_ragged(self, refused) -> None:
+    def test_ragged(self, refused):
         np.savez("a.npz", x=X, y=Y[1:])
         assert "'x' 300, 'y' 299" in refused("a.npz")
 
@@ -112,33 +111,33 @@ class TestCsv:
             writer.writerow(["id", "height", "age", "label"])
             writer.writerows([y, y / 2, y % 90, y % 3] for y in Y.tolist())
 
-    def test_each_column_is_an_array(self) -> None:
+    def test_each_column_is_an_array(self):
         pack("a.csv", "-o", "a.h5")
         samples = read("a.h5")
         assert list(samples) == ["id", "height", "age", "label"]
         assert samples["height"].dtype == np.float64 and samples["age"].dtype == np.int64
         assert np.array_equal(samples["height"], Y / 2)
 
-    def test_columns_make_arrays(self) -> None:
+    def test_columns_make_arrays(self):
         pack("a.csv", "-o", "a.h5", "--field", "y=label", "--field", "x=*", "--dtype", "float32", "--dtype", "y=uint8")
         samples = read("a.h5")
         assert list(samples) == ["y", "x"]
         assert samples["x"].dtype == np.float32 and samples["y"].dtype == np.uint8
         assert np.array_equal(samples["x"], np.stack([Y, Y / 2, Y % 90], axis=1).astype(np.float32))
 
-    def test_a_column_is_float_where_any_value_is(self) -> None:
+    def test_a_column_is_float_where_any_value_is(self):
         Path("b.csv").write_text("a\n" + "1\n" * 200 + "2.5\n")
         pack("b.csv", "-o", "b.h5")
         assert read("b.h5")["a"].tolist() == [1.0] * 200 + [2.5]
 
-    def test_whole_numbers_stay_so(self) -> None:
+    def test_whole_numbers_stay_so(self):
         Path("b.csv").write_text('\ufeffa , b,note\n+1,1e3,"two\nlines"\n\n 9223372036854775807 ,-inf,\n', "utf-8")
         pack("b.csv", "-o", "b.h5", "--columns", "a,b")
         assert read("b.h5")["a"].tolist() == [1, 2**63 - 1] and read("b.h5")["a"].dtype == np.int64
         assert read("b.h5")["b"].tolist() == [1000.0, -np.inf]
 
     @pytest.mark.parametrize("name", ["b.tsv", "b.TSV"])
-    def test_tabs(self, name: str) -> None:
+    def test_tabs(self, name):
         Path(name).write_text("a\tb\n1\t2\n")
         pack(name, "-o", "b.h5")
         assert {name: values.tolist() for name, values in read("b.h5").items()} == {"a": [1], "b": [2]}
@@ -161,24 +160,24 @@ class TestCsv:
             ("a\n1\ngröße\n", "is not text in UTF-8"),
         ],
     )
-    def test_bad_tables(self, content: str, what: str, refused) -> None:
+    def test_bad_tables(self, content, what, refused):
         Path("b.csv").write_text(content, encoding="latin1")
         assert what in refused("b.csv")
 
     @pytest.mark.parametrize("output", ["b.csv", "link.csv"])
-    def test_nothing_is_packed_into_itself(self, output: str, refused) -> None:
+    def test_nothing_is_packed_into_itself(self, output, refused):
         """``--force`` replaced the source."""
         Path("b.csv").write_text("a\n1\n")
         Path("link.csv").symlink_to("b.csv")
         assert "is both source and output" in refused("b.csv", "-o", output, "--force")
         assert Path("b.csv").read_text() == "a\n1\n"
 
-    def test_values_must_fit_their_dtype(self, refused) -> None:
+    def test_values_must_fit_their_dtype(self, refused):
         said = refused("a.csv", "--dtype", "id=uint8")
         assert "'id' of sample 256 holds 256, which uint8 cannot hold" in said
         assert "'height' of sample 1 holds 0.5" in refused("a.csv", "--dtype", "height=int32")
 
-    def test_unknown_columns(self, refused) -> None:
+    def test_unknown_columns(self, refused):
         assert "no column 'weight'" in refused("a.csv", "--field", "x=weight")
 
 
@@ -193,7 +192,7 @@ class TestImages:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(path)
 
-    def test_a_folder_for_each_class(self) -> None:
+    def test_a_folder_for_each_class(self):
         pixels = RNG.integers(0, 256, (12, 16, 24, 3), dtype=np.uint8)
         for number, image in enumerate(pixels):
             self.save(f"images/{'dog' if number < 6 else 'cat'}/{number:02}.png", image)
@@ -205,14 +204,14 @@ class TestImages:
         with h5py.File("a.h5") as file:
             assert json.loads(file.attrs["hpctrain"]) == {"classes": ["cat", "dog"]}
 
-    def test_a_flat_folder_scaled(self) -> None:
+    def test_a_flat_folder_scaled(self):
         for size in (8, 9):
             self.save(f"images/{size}.png", np.full((size, size), 7, np.uint8))
         pack("images", "-o", "a.h5", "--size", "4x6")
         assert read("a.h5")["image"].shape == (2, 4, 6, 1)
         assert (read("a.h5")["image"] == 7).all()
 
-    def test_bad_folders(self, refused) -> None:
+    def test_bad_folders(self, refused):
         Path("images").mkdir()
         assert "holds no images" in refused("images")
         self.save("images/a.png", np.zeros((8, 8), np.uint8))
@@ -234,7 +233,7 @@ class TestParquet:
 
         parquet.write_table(pyarrow.table(columns), "a.parquet")
 
-    def test_numbers_and_lists(self) -> None:
+    def test_numbers_and_lists(self):
         self.save(x=X.tolist(), y=Y, z=Y / 2, flag=Y % 2 == 0)
         pack("a.parquet", "-o", "a.h5", "--dtype", "x=float32")
         samples = read("a.h5")
@@ -251,17 +250,17 @@ class TestParquet:
             (["a", "b"], "'x' has dtype object"),
         ],
     )
-    def test_bad_columns(self, column: list[object], what: str, refused) -> None:
+    def test_bad_columns(self, column, what, refused):
         self.save(x=column)
         assert what in refused("a.parquet")
 
     @pytest.mark.parametrize("options", [[], ["--compression", "gzip"]])
-    def test_lists_of_another_length_further_on(self, options: list[str], refused) -> None:
+    def test_lists_of_another_length_further_on(self, options, refused):
         self.save(x=[[1, 2, 3]] * 64 + [[1]] * 64)
         said = refused("a.parquet", *options)
         assert "'x' has shape (1,) from sample 64 on, and (3,) before it" in said
 
-    def test_damage(self, refused) -> None:
+    def test_damage(self, refused):
         self.save(x=Y)
         whole = Path("a.parquet").read_bytes()
         for content in (b"PAR1", whole[:-9], whole[:40] + bytes(400) + whole[440:]):
@@ -295,19 +294,19 @@ class TestFolders:
                 parquet.write_table(table, folder / "a.parquet", row_group_size=70)
 
     @pytest.mark.parametrize("kind", ["parquet", "orc", "csv", "json"])
-    def test_rows_of_all_files_in_order(self, kind: str) -> None:
+    def test_rows_of_all_files_in_order(self, kind):
         self.save(kind)
         pack("table", "--kind", kind, "-o", "a.h5", "--columns", "half,y")
         samples = read("a.h5")
         assert list(samples) == ["half", "y"] and samples["y"].dtype == np.int64
         assert np.array_equal(samples["y"], Y) and np.array_equal(samples["half"], Y / 2)
 
-    def test_columns_of_different_shapes_do_not_make_an_array(self, refused) -> None:
+    def test_columns_of_different_shapes_do_not_make_an_array(self, refused):
         Path("a.json").write_text('{"x": [1, 2], "y": 3}\n')
         said = refused("a.json", "--kind", "json", "--field", "v=x,y")
         assert "array 'v' is made of columns x, y, whose shapes differ" in said
 
-    def test_lists_of_files_of_which_one_has_no_rows(self) -> None:
+    def test_lists_of_files_of_which_one_has_no_rows(self):
         import pyarrow
         from pyarrow import orc
 
@@ -318,7 +317,7 @@ class TestFolders:
         pack("table", "--kind", "orc", "-o", "a.h5")
         assert np.array_equal(read("a.h5")["x"], X.reshape(-1, 12))
 
-    def test_what_was_read_stands_in_the_file(self) -> None:
+    def test_what_was_read_stands_in_the_file(self):
         self.save("parquet")
         pack("table", "--kind", "parquet", "-o", "a.h5")
         (source,) = packed_notes("a.h5")["sources"]
@@ -337,12 +336,12 @@ class TestFolders:
         pack("moved", "--kind", "parquet", "-o", "c.h5", "--columns", "y")
         assert packed_notes("c.h5")["sources"][0]["files_sha256"] != checksum
 
-    def test_the_files_of_a_versioned_table_are_refused(self, refused) -> None:
+    def test_the_files_of_a_versioned_table_are_refused(self, refused):
         self.save("parquet")
         Path("table/_delta_log").mkdir()
         assert "is a Delta table" in refused("table", "--kind", "parquet")
 
-    def test_a_table_that_changes_is_told(self) -> None:
+    def test_a_table_that_changes_is_told(self):
         self.save("parquet")
         source = from_table(open_table("table", "parquet"), None)
         Path("table/day=2/a.parquet").write_bytes(Path("table/day=0/a.parquet").read_bytes())
@@ -354,7 +353,7 @@ class TestWriting:
     @pytest.mark.parametrize(
         "options", [["--chunks", "7"], ["--compression", "gzip"], ["--compression", "lzf", "--chunks", "64"]]
     )
-    def test_chunks_and_back(self, options: list[str]) -> None:
+    def test_chunks_and_back(self, options):
         np.savez("a.npz", x=X, y=Y)
         pack("a.npz", "-o", "a.h5", *options)
         assert all(layout.startswith("chunks") for layout in layouts("a.h5"))
@@ -364,19 +363,19 @@ class TestWriting:
         assert open_dataset("a.h5").fingerprint() == open_dataset("b.h5").fingerprint()
 
     @pytest.mark.parametrize("dtype", ["bool", "int8", "uint64", "float16", "float64", "complex64"])
-    def test_all_kinds_of_numbers(self, dtype: str) -> None:
+    def test_all_kinds_of_numbers(self, dtype):
         values = (RNG.random((50, 3)) * 100).astype(dtype)
         for options in ({}, {"chunk_samples": 4}):
             write_hdf5("a.h5", from_dataset(open_dataset({"x": values})), overwrite=True, **options)
             assert np.array_equal(read("a.h5")["x"], values) and read("a.h5")["x"].dtype == dtype
 
-    def test_the_same_input_makes_the_same_bytes(self) -> None:
+    def test_the_same_input_makes_the_same_bytes(self):
         np.savez("a.npz", x=X, y=Y)
         pack("a.npz", "-o", "a.h5")
         pack("a.npz", "-o", "b.h5")
         assert Path("a.h5").read_bytes() == Path("b.h5").read_bytes()
 
-    def test_a_file_is_replaced_only_where_asked(self, refused) -> None:
+    def test_a_file_is_replaced_only_where_asked(self, refused):
         np.savez("a.npz", x=X, y=Y)
         Path("a.h5").write_text("precious")
         assert "a.h5 exists" in refused("a.npz", "-o", "a.h5")
@@ -385,8 +384,8 @@ class TestWriting:
         assert len(open_dataset("a.h5")) == 300
 
     @pytest.mark.parametrize("options", [{}, {"compression": "gzip"}])
-    def test_a_failure_leaves_nothing(self, options: dict[str, str]) -> None:
-        def blocks() -> Iterator[dict[str, np.ndarray]]:
+    def test_a_failure_leaves_nothing(self, options):
+        def blocks():
             yield {"x": X[:10]}
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -395,7 +394,7 @@ class TestWriting:
         assert list(Path().iterdir()) == []
 
     @pytest.mark.parametrize("samples", [0, 20, 40])
-    def test_a_pack_that_is_killed_leaves_no_file_of_that_name(self, samples: int) -> None:
+    def test_a_pack_that_is_killed_leaves_no_file_of_that_name(self, samples):
         """Before it has written any, some, or all of its 40 samples."""
         program = f"""
 import os, signal
@@ -418,7 +417,7 @@ write_hdf5("a.h5", PackSource({{"x": Field((), np.dtype(np.int64))}}, 40, blocks
         write_hdf5("a.h5", from_dataset(open_dataset({"x": np.arange(40)})))
         assert read("a.h5")["x"].tolist() == list(range(40))
 
-    def test_a_full_disk_is_told(self) -> None:
+    def test_a_full_disk_is_told(self):
         """A limit on the size of files stands for the end of the disk."""
         import resource
 
@@ -435,18 +434,18 @@ write_hdf5("a.h5", PackSource({{"x": Field((), np.dtype(np.int64))}}, 40, blocks
             signal.signal(signal.SIGXFSZ, handler)
         assert list(Path().iterdir()) == []
 
-    def test_too_large_for_the_disk_is_told_before_work(self) -> None:
-        def blocks() -> Iterator[dict[str, np.ndarray]]:
+    def test_too_large_for_the_disk_is_told_before_work(self):
+        def blocks():
             raise AssertionError("the source was read")
 
         with pytest.raises(UserError, match="GB free and the file needs"):
             write_hdf5(Path("a.h5"), PackSource({"x": Field((10**9,), X.dtype)}, 10**9, blocks))
 
-    def test_a_source_that_gives_less_is_told(self) -> None:
+    def test_a_source_that_gives_less_is_told(self):
         with pytest.raises(UserError, match="gave 10 samples in place of 300"):
             write_hdf5(Path("a.h5"), PackSource({"x": Field((4, 3), X.dtype)}, 300, lambda: iter([{"x": X[:10]}])))
 
-    def test_json(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_json(self, capsys):
         np.savez("a.npz", x=X, y=Y)
         pack("a.npz", "-o", "a.h5", "--json")
         made = json.loads(capsys.readouterr().out)
@@ -468,7 +467,7 @@ write_hdf5("a.h5", PackSource({{"x": Field((), np.dtype(np.int64))}}, 40, blocks
             (["a.npz", "-o", "b.h5", "--field", "x="], "names no columns"),
         ],
     )
-    def test_bad_words(self, words: list[str], what: str, refused) -> None:
+    def test_bad_words(self, words, what, refused):
         np.savez("a.npz", x=X, y=Y)
         Path("a.odd").touch()
         Path("a.h5").touch()
@@ -476,7 +475,7 @@ write_hdf5("a.h5", PackSource({{"x": Field((), np.dtype(np.int64))}}, 40, blocks
 
 
 class TestInfo:
-    def test_json(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_json(self, capsys):
         write_hdf5(Path("a.h5"), from_dataset(open_dataset({"x": X, "y": Y})))
         assert main(["data", "info", "a.h5", "--json", "--seconds", "0.01"]) == 0
         about = json.loads(capsys.readouterr().out)
@@ -485,7 +484,7 @@ class TestInfo:
         assert about["fingerprint"] == open_dataset("a.h5").fingerprint()
         assert about["random"]["samples_per_s"] > 0 and about["sequential"]["bytes_per_s"] > 0
 
-    def test_table(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_table(self, capsys):
         dataset = open_dataset({"x": X, "y": Y})
         for name in ("a", "b"):
             write_hdf5(Path(f"{name}.h5"), from_dataset(dataset), compression="gzip")
@@ -495,7 +494,7 @@ class TestInfo:
             assert part in shown
 
 
-def test_complex_numbers_are_stored_as_real_ones_only_where_nothing_is_lost(tmp_path: Path) -> None:
+def test_complex_numbers_are_stored_as_real_ones_only_where_nothing_is_lost(tmp_path):
     real = {"z": np.dtype(np.float32)}
     write_hdf5(tmp_path / "real.h5", from_dataset(open_dataset({"z": np.array([1 + 0j, 2 + 0j])})), real)
     assert open_dataset(tmp_path / "real.h5").read(np.arange(2))["z"].tolist() == [1.0, 2.0]
@@ -503,7 +502,7 @@ def test_complex_numbers_are_stored_as_real_ones_only_where_nothing_is_lost(tmp_
         write_hdf5(tmp_path / "complex.h5", from_dataset(open_dataset({"z": np.array([1 + 0j, 2 + 1j])})), real)
 
 
-def test_an_image_of_16_bits_is_not_cut_off(refused) -> None:
+def test_an_image_of_16_bits_is_not_cut_off(refused):
     image = pytest.importorskip("PIL.Image")
     Path("images").mkdir()
     image.fromarray(np.full((8, 8), 4000, np.uint16)).save("images/a.png")
@@ -514,7 +513,7 @@ def test_an_image_of_16_bits_is_not_cut_off(refused) -> None:
 
 
 @pytest.mark.parametrize("header", [",x", "x,.", "a,a/b", "/a,b"])
-def test_a_column_that_hdf5_cannot_name_is_refused(header: str, refused) -> None:
+def test_a_column_that_hdf5_cannot_name_is_refused(header, refused):
     Path("a.csv").write_text(f"{header}\n1,2\n")
     assert "cannot be named" in refused("a.csv")
     Path("a.csv").write_text(",kg/m2\n1,2\n")
@@ -522,6 +521,6 @@ def test_a_column_that_hdf5_cannot_name_is_refused(header: str, refused) -> None
 
 
 @pytest.mark.parametrize("name", ["a.csv/b.h5", f"{'b' * 300}.h5"])
-def test_a_place_that_cannot_be_is_refused(name: str, refused) -> None:
+def test_a_place_that_cannot_be_is_refused(name, refused):
     Path("a.csv").write_text("x,y\n1,2\n")
     assert "cannot be written" in refused("a.csv", "-o", name)

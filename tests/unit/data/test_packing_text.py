@@ -53,7 +53,7 @@ def lines(path: str, *texts: str, name: str = "text") -> None:
     Path(path).write_text("\n\n".join(json.dumps({"id": 1, name: each}) for each in texts), encoding="utf-8")
 
 
-def test_texts_are_joined_and_cut_into_samples() -> None:
+def test_texts_are_joined_and_cut_into_samples():
     Path("a.txt").write_bytes(b"abcde")
     Path("b.md").write_bytes(b"\xef\xbb\xbffg\r\n")  # with a byte order mark
     lines("c.jsonl", "h\u00e9", "", "i")
@@ -72,7 +72,7 @@ def test_texts_are_joined_and_cut_into_samples() -> None:
     }
 
 
-def test_folders_by_name_without_what_is_hidden() -> None:
+def test_folders_by_name_without_what_is_hidden():
     for name in ("b/two.txt", "a.md", ".git/hidden.md", "b/.secret.txt", "b/picture.png"):
         Path("texts", name).parent.mkdir(parents=True, exist_ok=True)
         Path("texts", name).write_text(name)
@@ -80,7 +80,7 @@ def test_folders_by_name_without_what_is_hidden() -> None:
     assert row(samples("tokens.h5")).tolist() == [*b"a.md", END, *b"b/two.txt", END]
 
 
-def test_the_same_text_gives_the_same_file() -> None:
+def test_the_same_text_gives_the_same_file():
     Path("a.txt").write_text(STORY)
     for name in ("one.h5", "two.h5"):
         pack("a.txt", "-o", name, "--context", 16)
@@ -98,7 +98,7 @@ def of(files: list[Path], tokenizer: Tokenizer, context: int) -> tuple[PackSourc
     context=st.integers(1, 9),
     piece=st.integers(1, 50),
 )
-def test_nothing_is_lost_wherever_pieces_end(texts: list[str], context: int, piece: int) -> None:
+def test_nothing_is_lost_wherever_pieces_end(texts, context, piece):
     files = []
     for number, each in enumerate(texts):
         files.append(Path(f"{number}.txt"))
@@ -131,7 +131,7 @@ class Words:
         return [np.array([len(line) for line in each.splitlines()], np.int64) for each in texts]
 
 
-def test_a_long_text_is_cut_at_the_ends_of_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_text_is_cut_at_the_ends_of_lines(monkeypatch):
     monkeypatch.setattr(text, "PIECE_BYTES", 100)
     Path("a.txt").write_text(STORY, newline="")
     words = Words()
@@ -142,7 +142,7 @@ def test_a_long_text_is_cut_at_the_ends_of_lines(monkeypatch: pytest.MonkeyPatch
     assert row(windows).tolist() == [len(line) for line in STORY.splitlines()][: 7 * len(windows) + 1]
 
 
-def test_memory_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_does_not_grow_with_the_text(monkeypatch):
     monkeypatch.setattr(text, "PIECE_BYTES", 2**16)
     monkeypatch.setattr(pack_source, "BLOCK_BYTES", 2**16)
     Path("a.txt").write_bytes(b"forty-two\n" * 400_000)
@@ -169,7 +169,7 @@ def trained() -> None:
     made.save("tokenizer.json")
 
 
-def test_a_tokenizer_of_hugging_face() -> None:
+def test_a_tokenizer_of_hugging_face():
     trained()
     Path("a.txt").write_text(STORY, newline="")
     pack("a.txt", "-o", "tokens.h5", "--context", 8, "--tokenizer", "tokenizer.json")
@@ -182,14 +182,14 @@ def test_a_tokenizer_of_hugging_face() -> None:
     assert notes["tokens"] - len(found) < 8 < len(found) < len(STORY)
 
 
-def test_a_tokenizer_needs_an_end(refused) -> None:
+def test_a_tokenizer_needs_an_end(refused):
     trained()
     Path("a.txt").write_text(STORY)
     words = ("a.txt", "-o", "tokens.h5", "--tokenizer", "tokenizer.json", "--end-of-text", "<end>")
     assert "tokenizer.json has no token <end> to end a text" in refused(*words)
 
 
-def test_a_tokenizer_that_is_none(refused) -> None:
+def test_a_tokenizer_that_is_none(refused):
     Path("a.txt").write_text(STORY)
     Path("tokenizer.json").write_text("{}")
     said = refused("a.txt", "--tokenizer", "tokenizer.json")
@@ -207,7 +207,7 @@ def words_of(path: str, vocabulary: dict[str, int]) -> None:
     Path(path).write_text(json.dumps({"version": "1.0", **dict.fromkeys(none), **split, "model": model}))
 
 
-def test_tokenizers_with_odd_tokens(refused) -> None:
+def test_tokenizers_with_odd_tokens(refused):
     Path("a.txt").write_text("once upon a time " * 9)
     words_of("huge.json", {"once": 0, "<unk>": 1, "</s>": 2**31})
     said = refused("a.txt", "--tokenizer", "huge.json")
@@ -223,7 +223,7 @@ def test_tokenizers_with_odd_tokens(refused) -> None:
 
 
 @pytest.mark.parametrize("room", [1_000, 20_000, 70_000])
-def test_a_full_disk(refused, room: int) -> None:
+def test_a_full_disk(refused, room):
     lines("a.jsonl", *["abc " * 50] * 200)  # 80,000 bytes of tokens, a few at a time
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
@@ -234,7 +234,7 @@ def test_a_full_disk(refused, room: int) -> None:
     assert "tokens cannot be written to .: File too large" in said
 
 
-def test_bad_text(refused) -> None:
+def test_bad_text(refused):
     Path("latin.txt").write_bytes(b"caf\xe9 au lait")
     assert "latin.txt is not text in UTF-8: invalid continuation byte, 0xe9 near byte 3" in refused("latin.txt")
     Path("bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
@@ -253,7 +253,7 @@ def test_bad_text(refused) -> None:
     assert "nowhere.txt does not exist" in refused("nowhere.txt")
 
 
-def test_options_of_another_kind(refused) -> None:
+def test_options_of_another_kind(refused):
     Path("a.txt").write_text(STORY)
     np.save("a.npy", np.arange(3))
     assert "--context is given for npy" in refused("a.npy", "--context", 3)
@@ -261,14 +261,14 @@ def test_options_of_another_kind(refused) -> None:
     assert "--context: give 1 or more in place of -1" in refused("a.txt", "--context", -1)
 
 
-def test_a_file_that_is_there_is_told_of_first(refused) -> None:
+def test_a_file_that_is_there_is_told_of_first(refused):
     Path("a.txt").write_bytes(b"\xff")
     Path("tokens.h5").write_text("mine")
     assert "tokens.h5 exists" in refused("a.txt", "-o", "tokens.h5")
     assert Path("tokens.h5").read_text() == "mine"
 
 
-def test_info_tells_what_a_file_says_of_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_tells_what_a_file_says_of_itself(capsys):
     Path("a.txt").write_text(STORY)
     pack("a.txt", "-o", "1.h5", "--context", 16)
     pack("a.txt", "a.txt", "-o", "2.h5", "--context", 16)
@@ -280,7 +280,7 @@ def test_info_tells_what_a_file_says_of_itself(capsys: pytest.CaptureFixture[str
     assert notes == {"tokenizer": "bytes", "vocabulary": 257, "end_of_text": END, "context": 16}
 
 
-def test_files_without_notes_and_with_others() -> None:
+def test_files_without_notes_and_with_others():
     with h5py.File("plain.h5", "w") as file:
         file["x"] = np.arange(3)
     assert packed_notes("plain.h5") == {}
@@ -291,7 +291,7 @@ def test_files_without_notes_and_with_others() -> None:
             packed_notes("plain.h5")
 
 
-def test_packed_text_says_how_many_tokens_a_batch_has() -> None:
+def test_packed_text_says_how_many_tokens_a_batch_has():
     Path("a.txt").write_text("some text, long enough for several samples")
     for name in ("1.h5", "2.h5"):
         pack("a.txt", "-o", name, "--context", 5)
@@ -301,7 +301,7 @@ def test_packed_text_says_how_many_tokens_a_batch_has() -> None:
         assert count is not None and count(dataset.read(np.arange(3))) == 15
 
 
-def test_other_data_have_the_tokens_that_the_task_names() -> None:
+def test_other_data_have_the_tokens_that_the_task_names():
     dataset = open_dataset({"ids": np.zeros((4, 7), np.int64), "mask": np.eye(4, 7, dtype=bool)})
     batch = dataset.read(np.arange(4))
     counts = [token_counter(name, dataset) for name in (None, "ids", "mask", "texts")]

@@ -5,7 +5,6 @@ import sys
 import threading
 from collections.abc import Generator
 from itertools import count, islice
-from pathlib import Path
 
 import h5py
 import numpy as np
@@ -47,9 +46,7 @@ def joined(batch: Batch) -> dict[str, np.ndarray]:
     accumulate=st.integers(1, 5),
     shuffle=st.sampled_from(["full", "block"]),
 )
-def test_all_ranks_together_get_each_global_batch_once(
-    size: int, global_batch: int, accumulate: int, shuffle: str
-) -> None:
+def test_all_ranks_together_get_each_global_batch_once(size, global_batch, accumulate, shuffle):
     order = Order(LENGTH, global_batch, 3, shuffle, 4)
     number = order.batches_per_epoch + 2
     ranks = [take(TrainingData(DATASET, order, rank, size, accumulate, prefetch=0), number) for rank in range(size)]
@@ -68,7 +65,7 @@ def test_all_ranks_together_get_each_global_batch_once(
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
-def test_it_begins_anywhere(prefetch: int) -> None:
+def test_it_begins_anywhere(prefetch):
     order = Order(LENGTH, 8, 1)
     whole = take(TrainingData(DATASET, order, 0, 2, prefetch=prefetch), 20)
     later = take(TrainingData(DATASET, order, 0, 2, prefetch=prefetch), 20 - 9, *divmod(9, order.batches_per_epoch))
@@ -77,10 +74,10 @@ def test_it_begins_anywhere(prefetch: int) -> None:
         assert (one.epoch, one.index) == (other.epoch, other.index)
 
 
-def test_random_transforms_depend_on_seed_epoch_and_sample_only() -> None:
+def test_random_transforms_depend_on_seed_epoch_and_sample_only():
     order = Order(LENGTH, 12, 1)
 
-    def by_sample(size: int, prefetch: int, seed: int = 0, epoch: int = 0) -> dict[int, bytes]:
+    def by_sample(size, prefetch, seed=0, epoch=0):
         seen = {}
         for rank in range(size):
             data = TrainingData(DATASET, order, rank, size, 2, prefetch, recipe=Recipe(noise, seed=seed))
@@ -96,7 +93,7 @@ def test_random_transforms_depend_on_seed_epoch_and_sample_only() -> None:
     assert not set(first.values()) & set(by_sample(1, 0, seed=1).values())
 
 
-def test_a_failing_transform_names_the_sample() -> None:
+def test_a_failing_transform_names_the_sample():
     def fail(sample, rng):
         if sample["y"] == 17:
             raise ValueError("odd angle")
@@ -106,7 +103,7 @@ def test_a_failing_transform_names_the_sample() -> None:
         take(TrainingData(DATASET, Order(LENGTH, 8), 0, 1, recipe=Recipe(fail)), 10)
 
 
-def test_a_transform_that_changes_shapes_names_the_sample() -> None:
+def test_a_transform_that_changes_shapes_names_the_sample():
     def crop(sample, rng):
         return {"x": sample["x"][: 3 if sample["y"] == 17 else 2]}
 
@@ -115,7 +112,7 @@ def test_a_transform_that_changes_shapes_names_the_sample() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 60])
-def test_validation_is_every_sample_once_in_order(size: int) -> None:
+def test_validation_is_every_sample_once_in_order(size):
     seen = []
     for rank in range(size):
         data = ValidationData(DATASET, 7, rank, size)
@@ -148,7 +145,7 @@ class Source:
 
 
 class TestPrefetch:
-    def test_it_is_ahead_by_its_depth_and_no_more(self) -> None:
+    def test_it_is_ahead_by_its_depth_and_no_more(self):
         source = Source()
         items = prefetched(source.items(), 3)
         assert next(items) == 0
@@ -160,7 +157,7 @@ class TestPrefetch:
         assert source.closed
         assert source.made <= 54
 
-    def test_errors_come_after_what_was_made_before_them(self) -> None:
+    def test_errors_come_after_what_was_made_before_them(self):
         source = Source(fail_at=2)
         items = prefetched(source.items(), 5)
         assert [next(items), next(items)] == [0, 1]
@@ -168,10 +165,10 @@ class TestPrefetch:
             next(items)
         assert source.closed
 
-    def test_it_ends_where_the_source_ends(self) -> None:
+    def test_it_ends_where_the_source_ends(self):
         assert list(prefetched((number for number in range(5)), 2)) == [0, 1, 2, 3, 4]
 
-    def test_closing_leaves_no_thread(self) -> None:
+    def test_closing_leaves_no_thread(self):
         before = threading.active_count()
         items = prefetched(Source().items(), 2)
         next(items)
@@ -179,7 +176,7 @@ class TestPrefetch:
         items.close()
         assert threading.active_count() == before
 
-    def test_at_the_exit_of_the_interpreter_one_that_was_left_is_closed(self) -> None:
+    def test_at_the_exit_of_the_interpreter_one_that_was_left_is_closed(self):
         program = (
             "import sys, time\nfrom hpctrain.data.pipeline import prefetched\n"
             "def slow():\n    try:\n        yield 1\n        time.sleep(0.2)\n        yield 2\n"
@@ -190,7 +187,7 @@ class TestPrefetch:
         assert (done.stdout, done.stderr, done.returncode) == ("closed\n", "", 0)
 
 
-def test_training_and_validation_may_read_one_chunked_file_at_once(tmp_path: Path) -> None:
+def test_training_and_validation_may_read_one_chunked_file_at_once(tmp_path):
     values = np.random.default_rng(0).normal(size=(2000, 50))
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("x", data=values, chunks=(16, 50), compression="gzip")
@@ -227,7 +224,7 @@ class OneThreadOnly:
         return DATASET.fingerprint()
 
 
-def test_training_and_validation_never_read_one_dataset_at_the_same_time() -> None:
+def test_training_and_validation_never_read_one_dataset_at_the_same_time():
     shared = OneThreadOnly()
     data = TrainingData(shared, Order(LENGTH, 8), 0, 1, prefetch=4)
     next(data.starting_at(0, 0))

@@ -28,7 +28,7 @@ def epoch_of(order: Order, epoch: int) -> np.ndarray:
         LengthGroupedSampler(LENGTHS, pool_batches=4),
     ],
 )
-def test_an_epoch_depends_on_seed_and_epoch_only(sampler) -> None:
+def test_an_epoch_depends_on_seed_and_epoch_only(sampler):
     order = Order(LENGTH, 16, seed=3, sampler=sampler)
     first = epoch_of(order, 2)
     epoch_of(order, 5)
@@ -39,7 +39,7 @@ def test_an_epoch_depends_on_seed_and_epoch_only(sampler) -> None:
     assert len(first) == order.epoch_samples and first.dtype == np.int64
 
 
-def test_weights_are_probabilities() -> None:
+def test_weights_are_probabilities():
     weights = np.zeros(LENGTH)
     weights[:4] = [1, 1, 2, 4]
     drawn = epoch_of(Order(LENGTH, 64, sampler=WeightedSampler(weights, num_samples=8000)), 0)
@@ -48,7 +48,7 @@ def test_weights_are_probabilities() -> None:
     assert sorted(once) == [0, 1, 2, 3]
 
 
-def test_batches_of_similar_lengths_hold_every_sample_once() -> None:
+def test_batches_of_similar_lengths_hold_every_sample_once():
     order = Order(LENGTH, 16, sampler=LengthGroupedSampler(LENGTHS, pool_batches=12))
     assert sorted(epoch_of(order, 0)) == list(range(LENGTH))
     batches = [LENGTHS[order.batch_indices(0, batch)] for batch in range(12)]
@@ -60,7 +60,7 @@ def test_batches_of_similar_lengths_hold_every_sample_once() -> None:
     assert sorted(epoch_of(Order(LENGTH, 300, sampler=LengthGroupedSampler(LENGTHS)), 0)) == list(range(LENGTH))
 
 
-def test_a_sample_that_is_drawn_again_is_transformed_in_another_way() -> None:
+def test_a_sample_that_is_drawn_again_is_transformed_in_another_way():
     def noise(sample, rng):
         return {**sample, "x": rng.normal()}
 
@@ -94,7 +94,7 @@ def failing(epoch: Epoch) -> np.ndarray:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_each_sample_of_a_rank_continues_that_of_the_batch_before(ranks: int) -> None:
+def test_each_sample_of_a_rank_continues_that_of_the_batch_before(ranks):
     order = Order(LENGTH, 16, sampler=LaneSampler())
     assert order.epoch_samples == LENGTH // 16 * 16
     for rank in range(ranks):
@@ -119,15 +119,15 @@ def test_each_sample_of_a_rank_continues_that_of_the_batch_before(ranks: int) ->
         (lambda epoch: LaneSampler()(Epoch(0, epoch.rng, 15, 16)), "15 samples are fewer than the 16 lanes"),
     ],
 )
-def test_a_wrong_sampler_is_told(sampler, message: str) -> None:
+def test_a_wrong_sampler_is_told(sampler, message):
     with pytest.raises(UserError, match=message) as caught:
         Order(LENGTH, 16, sampler=sampler).batch_indices(1, 0)
     if "names sample" in message:
         assert caught.value.fix == "return an array of whole numbers from 0 to 199"
 
 
-def test_the_fingerprint_tells_samplers_apart() -> None:
-    def fingerprint(*weights: float) -> str:
+def test_the_fingerprint_tells_samplers_apart():
+    def fingerprint(*weights):
         return Order(2, 1, sampler=WeightedSampler(weights, 50) if weights else None).fingerprint()
 
     assert fingerprint() == ""

@@ -4,7 +4,6 @@ import functools
 import random
 import threading
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import pytest
@@ -49,7 +48,7 @@ def by_sample(rank: int, size: int, dataset=None, epoch: int = 0, seed: int = 5,
     return {int(i): x.tobytes() for piece in pieces for i, x in zip(piece["id"], piece["x"], strict=True)}
 
 
-def test_what_a_dataset_draws_depends_on_seed_epoch_and_sample_only() -> None:
+def test_what_a_dataset_draws_depends_on_seed_epoch_and_sample_only():
     alone = by_sample(0, 1)
     assert len(set(alone.values())) == LENGTH
     assert alone == by_sample(0, 1, prefetch=3, accumulate=2)
@@ -58,7 +57,7 @@ def test_what_a_dataset_draws_depends_on_seed_epoch_and_sample_only() -> None:
     assert not set(alone.values()) & set(by_sample(0, 1, seed=6).values())
 
 
-def test_worker_processes_draw_the_same() -> None:
+def test_worker_processes_draw_the_same():
     assert by_sample(0, 1, open_dataset(functools.partial(Noisy)), workers=1) == by_sample(0, 1)
 
 
@@ -67,7 +66,7 @@ def state() -> str:
     return digest_of(states())
 
 
-def test_what_a_collate_draws_depends_on_seed_epoch_and_first_sample_and_no_thread_draws() -> None:
+def test_what_a_collate_draws_depends_on_seed_epoch_and_first_sample_and_no_thread_draws():
     model = torch.nn.Linear(1, 1)
     task = TorchTask(model, "mse", torch.optim.SGD(model.parameters()), collate=shaken)
     data, before = open_dataset({"id": np.arange(LENGTH)}), state()
@@ -94,14 +93,14 @@ def alone(samples: list[dict]) -> dict:
 
 
 @pytest.mark.parametrize(("collate", "draws"), [(shaken, True), (paired, True), (alone, False)])
-def test_a_collate_is_seen_to_draw_also_if_it_permutes_samples(collate: Any, draws: bool) -> None:
+def test_a_collate_is_seen_to_draw_also_if_it_permutes_samples(collate, draws):
     model = torch.nn.Linear(1, 1)
     task = TorchTask(model, "mse", torch.optim.SGD(model.parameters()), collate=collate)
     before = state()
     assert with_input(task, open_dataset({"id": np.arange(LENGTH)}), seed=5)[1].draws is draws and state() == before
 
 
-def test_the_generators_of_the_model_are_left_alone() -> None:
+def test_the_generators_of_the_model_are_left_alone():
     before = state()
     dataset = open_dataset(Noisy())
     by_sample(0, 1, dataset, prefetch=3)
@@ -111,7 +110,7 @@ def test_the_generators_of_the_model_are_left_alone() -> None:
     assert np.array_equal(first, np.concatenate([batch["x"] for batch in ValidationData(dataset, 3, 0, 1)]))
 
 
-def test_datasets_of_tensors_are_read_ahead() -> None:
+def test_datasets_of_tensors_are_read_ahead():
     tensors = torch.utils.data.TensorDataset(torch.arange(6))
     parts = torch.utils.data.ConcatDataset([torch.utils.data.Subset(tensors, [1, 3]), tensors])
     data = TrainingData(open_dataset(parts, ["x"]), Order(8, 4, shuffle="none"), 0, 1, prefetch=2)

@@ -78,7 +78,7 @@ def told(batches: list[Batch]) -> list[tuple]:
 
 @pytest.mark.parametrize("kind", [Resumable, Again])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_all_ranks_together_get_the_stream_in_order(kind, drop_last: bool) -> None:
+def test_all_ranks_together_get_the_stream_in_order(kind, drop_last):
     alone = take(make(kind(), drop_last=drop_last), 12)
     per_epoch = 20 if drop_last else LENGTH
     ids = [i for _, _, i, _ in told(alone)]
@@ -99,7 +99,7 @@ def test_all_ranks_together_get_the_stream_in_order(kind, drop_last: bool) -> No
 @pytest.mark.parametrize("kind", [Resumable, Again])
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (3, 4), (4, 1)])
-def test_it_resumes_at_every_batch_on_any_number_of_ranks(kind, drop_last: bool, before: int, after: int) -> None:
+def test_it_resumes_at_every_batch_on_any_number_of_ranks(kind, drop_last, before, after):
     whole = told(take(make(kind(), drop_last=drop_last), 14))
     for steps in range(14):
         first = make(kind(), before - 1, before, drop_last)
@@ -117,7 +117,7 @@ def test_it_resumes_at_every_batch_on_any_number_of_ranks(kind, drop_last: bool,
         assert joined == [one for one in whole if one[:2] not in done]
 
 
-def test_a_position_is_taken_up_without_what_came_before() -> None:
+def test_a_position_is_taken_up_without_what_came_before():
     data = make(Resumable(None))
     take(data, 1000)
     later = Resumable(None)
@@ -127,7 +127,7 @@ def test_a_position_is_taken_up_without_what_came_before() -> None:
     assert later.made < 50
 
 
-def test_memory_is_bounded_on_an_endless_stream() -> None:
+def test_memory_is_bounded_on_an_endless_stream():
     data = make(Resumable(None))
     batches = data.starting_at(0, 0)
     for _ in range(50):
@@ -141,7 +141,7 @@ def test_memory_is_bounded_on_an_endless_stream() -> None:
     assert grown < 200_000, "10000 samples of more than 100 bytes each have gone through"
 
 
-def test_transforms_are_keyed_by_position_and_collate_gets_own_samples() -> None:
+def test_transforms_are_keyed_by_position_and_collate_gets_own_samples():
     def noise(sample, rng):
         return {**sample, "x": rng.normal(size=2)}
 
@@ -156,7 +156,7 @@ def test_transforms_are_keyed_by_position_and_collate_gets_own_samples() -> None
 
 
 @pytest.mark.parametrize("source", [Resumable(), Again(), Resumable(4)])
-def test_example_samples_are_the_first_ones_and_leave_the_stream_where_it_was(source) -> None:
+def test_example_samples_are_the_first_ones_and_leave_the_stream_where_it_was(source):
     stream = open_stream(source, ("id", "x"))
     found = stream.example(6)
     assert found.arrays["id"].tolist() == list(range(min(6, source.length or 6)))
@@ -171,13 +171,13 @@ class Coded(Again):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_each_rank_decodes_what_it_trains_on(size: int) -> None:
+def test_each_rank_decodes_what_it_trains_on(size):
     alone = [(index % LENGTH, (index % LENGTH) ** 2) for index in range(2 * LENGTH)]
     found, numbers = [], []
     for rank in range(size):
         calls = []
 
-        def decode(text: str, calls=calls) -> dict:
+        def decode(text, calls=calls):
             calls.append(text)
             index, square = map(int, text.split(":"))
             return {"id": np.int64(index), "square": np.int64(square)}
@@ -190,20 +190,20 @@ def test_each_rank_decodes_what_it_trains_on(size: int) -> None:
     assert [pair for piece in joined for pair in zip(*map(list, piece.values()), strict=True)] == alone
 
 
-def test_what_a_resumed_run_passes_over_is_not_decoded() -> None:
+def test_what_a_resumed_run_passes_over_is_not_decoded():
     calls: list[str] = []
     stream = open_stream(Coded(), decode=lambda text: calls.append(text) or int(text.partition(":")[0]))
     take(StreamingData(stream, StreamOrder(5), 0, 1, prefetch=0), 1, batch=3)
     assert calls == ["0:0", *(f"{i}:{i * i}" for i in range(15, 20))]
 
 
-def test_what_cannot_be_decoded_is_told() -> None:
+def test_what_cannot_be_decoded_is_told():
     stream = open_stream(Coded(), decode=lambda text: 1 // (12 - int(text.partition(":")[0])))
     with pytest.raises(UserError, match=r"sample 12 of Coded cannot be decoded: ZeroDivisionError.*test_stream.py"):
         take(StreamingData(stream, StreamOrder(5), 0, 1), 4)
 
 
-def test_a_first_sample_that_cannot_be_decoded_or_read_is_told() -> None:
+def test_a_first_sample_that_cannot_be_decoded_or_read_is_told():
     with pytest.raises(UserError, match=r"sample 0 of Coded cannot be decoded: ZeroDivisionError.*test_stream.py"):
         open_stream(Coded(), decode=lambda text: 1 // 0)
 
@@ -215,7 +215,7 @@ def test_a_first_sample_that_cannot_be_decoded_or_read_is_told() -> None:
         open_stream(Broken())
 
 
-def test_an_open_stream_is_not_decoded_again() -> None:
+def test_an_open_stream_is_not_decoded_again():
     stream = open_stream(Again())
     assert open_stream(stream) is stream
     with pytest.raises(UserError, match="a stream that is open"):
@@ -232,7 +232,7 @@ class Reused(Again):
             yield sample
 
 
-def test_a_source_may_give_the_same_dict_again() -> None:
+def test_a_source_may_give_the_same_dict_again():
     assert [i for *_, i, _ in told(take(make(Reused()), 5))] == list(range(LENGTH))
 
 
@@ -261,12 +261,12 @@ class Shrinking(Again):
         (["a", "b"], "'x' has dtype <U1, which is not a number"),
     ],
 )
-def test_what_is_no_stream(source, message: str) -> None:
+def test_what_is_no_stream(source, message):
     with pytest.raises(UserError, match=message):
         open_stream(source)
 
 
-def test_errors_of_a_stream_are_told() -> None:
+def test_errors_of_a_stream_are_told():
     with pytest.raises(UserError, match=r"Failing failed after sample 1: ValueError: bad line \(test_stream.py"):
         take(StreamingData(open_stream(Failing()), StreamOrder(5), 0, 1), 1)
     with pytest.raises(UserError, match="Shrinking gives no samples in epoch 0 behind the first 20"):
@@ -275,13 +275,13 @@ def test_errors_of_a_stream_are_told() -> None:
         take(make(Again(4), drop_last=True), 1)
 
 
-def test_what_is_taken_for_a_stream() -> None:
+def test_what_is_taken_for_a_stream():
     assert is_stream(Resumable()) and is_stream(open_stream(Again()))
     assert not is_stream({"x": [1]}) and not is_stream("a.h5") and not is_stream(["a.h5"])
 
 
 @pytest.mark.slow
-def test_an_iterable_dataset_of_torch_is_a_stream() -> None:
+def test_an_iterable_dataset_of_torch_is_a_stream():
     torch = pytest.importorskip("torch")
 
     class Lines(torch.utils.data.IterableDataset):  # type: ignore[misc,name-defined]
@@ -341,7 +341,7 @@ def values(batch: Batch) -> list[int]:
 @pytest.mark.parametrize(
     "shuffle", [random.shuffle, np.random.shuffle, pytest.param(torch_shuffle, marks=pytest.mark.slow)]
 )
-def test_a_stream_that_shuffles_by_a_global_generator_is_equal_on_all_ranks(shuffle) -> None:
+def test_a_stream_that_shuffles_by_a_global_generator_is_equal_on_all_ranks(shuffle):
     seen = batches_by_ranks(lambda: Shuffled(shuffle), 0, 0, 10)
     first, second = [*chain(*seen[:5])], [*chain(*seen[5:])]
     assert sorted(first) == sorted(second) == list(range(LENGTH))
@@ -349,8 +349,8 @@ def test_a_stream_that_shuffles_by_a_global_generator_is_equal_on_all_ranks(shuf
     assert batches_by_ranks(lambda: Shuffled(shuffle), 1, 2, 3) == seen[7:]  # a run resumed in the second epoch
 
 
-def test_a_position_restores_what_a_stream_draws_from_global_generators() -> None:
-    def run(data: StreamingData, epoch: int, batch: int, count: int) -> list[list[float]]:
+def test_a_position_restores_what_a_stream_draws_from_global_generators():
+    def run(data, epoch, batch, count):
         return [
             micro["x"].tolist() for one in islice(data.starting_at(epoch, batch), count) for micro in one.micro_batches
         ]
@@ -364,7 +364,7 @@ def test_a_position_restores_what_a_stream_draws_from_global_generators() -> Non
     assert begun + run(again, 0, 3, 5) == whole
 
 
-def test_a_stream_leaves_the_models_generators_alone() -> None:
+def test_a_stream_leaves_the_models_generators_alone():
     random.seed(7)
     expected = [random.random() for _ in range(3)]
     random.seed(7)
@@ -385,8 +385,8 @@ class Drifting:
         return ((np.int64(index), np.zeros(2)) for index in order)
 
 
-def test_ranks_compare_whole_batches_also_in_the_second_epoch() -> None:
-    def digests(rank: int) -> list[str]:
+def test_ranks_compare_whole_batches_also_in_the_second_epoch():
+    def digests(rank):
         data = make(Drifting(rank), rank, 2)
         found = [data.digest for _ in islice(data.starting_at(0, 0), 8)]
         data.close()
@@ -421,8 +421,8 @@ class IterableDataset:
         self.epoch = epoch
 
 
-def test_a_stream_of_hugging_face_loses_no_sample_and_resumes_exactly() -> None:
-    def run(epoch: int, batch: int, count: int) -> list[tuple[int, int]]:
+def test_a_stream_of_hugging_face_loses_no_sample_and_resumes_exactly():
+    def run(epoch, batch, count):
         data = make(IterableDataset())
         items = islice(data.starting_at(epoch, batch), count)
         pieces = [piece for one in items for piece in one.micro_batches]
@@ -436,7 +436,7 @@ def test_a_stream_of_hugging_face_loses_no_sample_and_resumes_exactly() -> None:
     assert run(1, 1, 4) == whole[LENGTH + 5 :]
 
 
-def test_numbers_in_lists_are_not_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_in_lists_are_not_looked_at_one_by_one(monkeypatch):
     """Tokens of Hugging Face's datasets are lists; hundreds of calls took 17 times as long as to make the array."""
     calls = []
     original = samples.host

@@ -118,7 +118,7 @@ def take(number, workers, transform=noise, size=2, rank=0, dataset=DATASET) -> l
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_results_do_not_depend_on_workers(workers: int) -> None:
+def test_results_do_not_depend_on_workers(workers):
     alone, helped = take(14, 0), take(14, workers)
     for one, other in zip(alone, helped, strict=True):
         assert (one.epoch, one.index, one.ends_epoch) == (other.epoch, other.index, other.ends_epoch)
@@ -139,32 +139,32 @@ def test_results_do_not_depend_on_workers(workers: int) -> None:
         Scale.negate,
     ],
 )
-def test_a_transform_may_have_arguments_or_stand_in_a_class(transform) -> None:
+def test_a_transform_may_have_arguments_or_stand_in_a_class(transform):
     for one, other in zip(take(3, 0, transform), take(3, 1, transform), strict=True):
         for mine, theirs in zip(one.micro_batches, other.micro_batches, strict=True):
             assert mine.keys() == {"x"} and np.array_equal(mine["x"], theirs["x"])
 
 
-def test_data_may_be_made_by_a_function(tmp_path: Path) -> None:
+def test_data_may_be_made_by_a_function(tmp_path):
     """Of the user's own kind, or of several files, whatever is in them."""
     data = open_dataset(functools.partial(Squares, LENGTH))
     for batch in take(2, 1, None, dataset=data):
         assert np.array_equal(np.concatenate([piece["x"] for piece in batch.micro_batches]), batch.sample_ids**2)
 
 
-def test_data_that_a_worker_makes_differently_is_refused() -> None:
+def test_data_that_a_worker_makes_differently_is_refused():
     np.random.seed(0)  # as a task may, which workers do not run
     with pytest.raises(UserError, match="a worker process reads other data than the rank") as caught:
         take(1, 1, None, dataset=open_dataset(drawn))
     assert "seed a Generator inside it" in caught.value.fix
 
 
-def test_a_rank_without_samples_gets_empty_parts() -> None:
+def test_a_rank_without_samples_gets_empty_parts():
     batches = take(10, 2, size=30, rank=29)
     assert all(batch.micro_batches == () and batch.global_samples for batch in batches)
 
 
-def test_files_are_read_by_the_workers(tmp_path: Path) -> None:
+def test_files_are_read_by_the_workers(tmp_path):
     import h5py
 
     values = np.arange(LENGTH * 3.0).reshape(LENGTH, 3)
@@ -177,14 +177,14 @@ def test_files_are_read_by_the_workers(tmp_path: Path) -> None:
         assert np.array_equal(np.concatenate([piece["x"] for piece in batch.micro_batches]), values[batch.sample_ids])
 
 
-def test_results_may_outgrow_the_first() -> None:
+def test_results_may_outgrow_the_first():
     """The first batch is the small last one of an epoch."""
     for one, other in zip(take(12, 0, widen), take(12, 1, widen), strict=True):
         for mine, theirs in zip(one.micro_batches, other.micro_batches, strict=True):
             assert np.array_equal(mine["x"], theirs["x"])
 
 
-def test_an_error_names_the_sample() -> None:
+def test_an_error_names_the_sample():
     with pytest.raises(
         UserError, match=r"sample 17 in epoch \d: ValueError: odd angle \(test_worker_pool.py:\d+ in fail"
     ):
@@ -192,7 +192,7 @@ def test_an_error_names_the_sample() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_of_a_worker_is_of_the_kind_of_the_same_error_of_the_rank(workers: int) -> None:
+def test_an_error_of_a_worker_is_of_the_kind_of_the_same_error_of_the_rank(workers):
     with pytest.raises(UserError, match="no room") as caught:
         take(20, workers, fill_disk)
     assert code_of(caught.value) is Code.DISK_FULL
@@ -201,7 +201,7 @@ def test_an_error_of_a_worker_is_of_the_kind_of_the_same_error_of_the_rank(worke
 
 
 @pytest.mark.parametrize(("transform", "how"), [(die, "was killed by SIGKILL"), (leave, "ended with exit code 3")])
-def test_a_death_is_reported(transform: object, how: str) -> None:
+def test_a_death_is_reported(transform, how):
     with pytest.raises(RunFailed, match=rf"data worker \d \(process \d+\) {how} while it made samples \[\d+, "):
         take(20, 2, transform)
 
@@ -210,13 +210,13 @@ LONG_SET_UP = functools.partial(ignore_words, words=["word"] * 200_000)
 """More than a socket's buffer holds."""
 
 
-def test_a_death_before_the_set_up_is_read_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_death_before_the_set_up_is_read_is_reported(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(RunFailed, match=r"data worker 0 \(process \d+\) ended with exit code 1 while it started"):
         take(1, 1, LONG_SET_UP)
 
 
-def test_workers_start_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_start_side_by_side(tmp_path, monkeypatch):
     """Each of two ends unless the other has been started, too, before either reads its set-up."""
     os.mkfifo(tmp_path / "meet")
     meet = f"mkdir {tmp_path}/first 2> /dev/null && wait='cat meet' || wait='echo > meet'"
@@ -228,7 +228,7 @@ def test_workers_start_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(take(3, 2, LONG_SET_UP)) == 3
 
 
-def test_signals_to_all_processes_do_not_end_workers() -> None:
+def test_signals_to_all_processes_do_not_end_workers():
     data = TrainingData(DATASET, ORDER, 0, 1, workers=1, recipe=Recipe(noise))
     batches = data.starting_at(0, 0)
     worker = int(next(batches).micro_batches[0]["worker"][0])
@@ -248,13 +248,13 @@ def test_signals_to_all_processes_do_not_end_workers() -> None:
         (functools.partial(add, number=3, names=("x",)), "arguments that are not plain values"),
     ],
 )
-def test_a_transform_that_a_worker_could_not_make_is_refused(transform, why: str) -> None:
+def test_a_transform_that_a_worker_could_not_make_is_refused(transform, why):
     with pytest.raises(UserError, match=f"cannot be sent to worker processes: the transform .*{why}") as caught:
         take(1, 1, transform)
     assert "functools.partial" in caught.value.fix
 
 
-def test_an_object_is_made_again_in_each_worker() -> None:
+def test_an_object_is_made_again_in_each_worker():
     alone, helped = (take(2, workers, None, dataset=Squares(LENGTH)) for workers in (0, 1))
     for one, other in zip(alone, helped, strict=True):
         assert [piece["x"].tolist() for piece in one.micro_batches] == [
@@ -262,7 +262,7 @@ def test_an_object_is_made_again_in_each_worker() -> None:
         ]
 
 
-def test_data_that_a_worker_could_not_open_is_refused() -> None:
+def test_data_that_a_worker_could_not_open_is_refused():
     squares = Squares(LENGTH)
     squares.lock = threading.Lock()  # type: ignore[attr-defined]
     what = "cannot be sent to worker processes: the data is an object of Squares, and its lock is _thread.lock"
@@ -270,7 +270,7 @@ def test_data_that_a_worker_could_not_open_is_refused() -> None:
         take(1, 1, None, dataset=squares)
 
 
-def test_a_worker_starts_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_starts_no_workers(monkeypatch):
     monkeypatch.setenv(IN_WORKER, "1")
     with pytest.raises(UserError, match="tried to start data workers: it"):
         take(1, 1)
@@ -307,7 +307,7 @@ def run_program(tmp_path: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
 
 
-def test_a_transform_may_stand_in_the_main_program(tmp_path: Path) -> None:
+def test_a_transform_may_stand_in_the_main_program(tmp_path):
     """And the worker does not take itself for a rank."""
     done = run_program(tmp_path)
     assert done.returncode == 0, done.stderr
@@ -316,7 +316,7 @@ def test_a_transform_may_stand_in_the_main_program(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["pkg", "pkg.train"])
-def test_a_transform_may_stand_in_a_main_program_within_a_package(tmp_path: Path, name: str) -> None:
+def test_a_transform_may_stand_in_a_main_program_within_a_package(tmp_path, name):
     """``python -m``: it may import its neighbours."""
     package = tmp_path / "pkg"
     package.mkdir()
@@ -331,9 +331,7 @@ def test_a_transform_may_stand_in_a_main_program_within_a_package(tmp_path: Path
     assert done.stdout == "[0, 2, 4, 6, 8, 10, 12, 14, 16, 18] False\n"
 
 
-def test_a_transform_may_stand_in_a_file_that_is_named_as_a_known_module_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_transform_may_stand_in_a_file_that_is_named_as_a_known_module_is(tmp_path, monkeypatch):
     """As in a task's file, ``task: path/queue.py:task``."""
     (tmp_path / "queue.py").write_text("def double(sample, rng):\n    return {'x': 2 * sample['x']}\n")
     spec = importlib.util.spec_from_file_location("queue", tmp_path / "queue.py")
@@ -345,7 +343,7 @@ def test_a_transform_may_stand_in_a_file_that_is_named_as_a_known_module_is(
         assert np.array_equal(values, 2 * DATASET.arrays["x"][batch.sample_ids])
 
 
-def test_workers_end_with_their_parent(tmp_path: Path) -> None:
+def test_workers_end_with_their_parent(tmp_path):
     done = run_program(tmp_path, "die")
     assert done.returncode == -signal.SIGKILL
     worker = int(done.stdout.splitlines()[-1])

@@ -1,7 +1,5 @@
 """The doctor: what it makes of what it finds."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

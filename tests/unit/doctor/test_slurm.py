@@ -1,18 +1,12 @@
 """What the doctor says of a Slurm that does not answer."""
 
-from __future__ import annotations
-
 import subprocess
-from pathlib import Path
-from typing import NoReturn
-
-import pytest
 
 from hpctrain.doctor import slurm
 
 
-def test_an_sbatch_that_does_not_answer_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def hangs(words: list[str], timeout: float, **_: object) -> NoReturn:
+def test_an_sbatch_that_does_not_answer_is_a_problem(tmp_path, monkeypatch):
+    def hangs(words, timeout, **_):
         raise subprocess.TimeoutExpired(words, timeout)
 
     (tmp_path / "run.yaml").write_text('name: r\nlaunch: {command: ["true"]}\n')

@@ -67,7 +67,7 @@ def asked() -> list[str]:
     return Path("asked").read_text().splitlines()
 
 
-def test_a_run_is_submitted_followed_and_ended(engine: str, cli) -> None:
+def test_a_run_is_submitted_followed_and_ended(engine, cli):
     _, line, waits, runs = SAID[engine]
     cli("submit", "run.yaml")
     job = submissions(RunDir(Path("runs/r").absolute()))[-1]
@@ -84,7 +84,7 @@ def test_a_run_is_submitted_followed_and_ended(engine: str, cli) -> None:
     assert asked()[-1].endswith(job.job) and any(word in asked()[-1] for word in ("qdel", "bkill", "flux cancel"))
 
 
-def test_a_job_of_somebody_else_is_left_alone(engine: str, cli) -> None:
+def test_a_job_of_somebody_else_is_left_alone(engine, cli):
     cli("submit", "run.yaml")
     Path("queue").write_text(SAID[engine][1].format(SAID[engine][3]) + "\n")
     Path("details").write_text("output: /elsewhere/logs")
@@ -93,7 +93,7 @@ def test_a_job_of_somebody_else_is_left_alone(engine: str, cli) -> None:
 
 
 @pytest.mark.parametrize("engine", ["pbs"], indirect=True)
-def test_a_job_that_cannot_be_ended_keeps_no_other_and_hides_none(engine: str) -> None:
+def test_a_job_that_cannot_be_ended_keeps_no_other_and_hides_none(engine):
     write_programs(Path(), qdel='[ "$1" != 2 ] || { echo no permission >&2; exit 1; }')
     own, other = RunDir(Path("runs/r").absolute()), RunDir(Path("runs/other").absolute())
     with pytest.raises(RunFailed) as caught:
@@ -105,7 +105,7 @@ def test_a_job_that_cannot_be_ended_keeps_no_other_and_hides_none(engine: str) -
 
 
 @pytest.mark.parametrize("engine", [*SYSTEMS, "slurm"], indirect=True)
-def test_schedulers_are_asked_about_their_own_jobs_alone(engine: str) -> None:
+def test_schedulers_are_asked_about_their_own_jobs_alone(engine):
     run = RunDir(Path("runs/r").absolute())
     run.create()
     run.run_yaml.write_bytes(Path("run.yaml").read_bytes())
@@ -119,7 +119,7 @@ def test_schedulers_are_asked_about_their_own_jobs_alone(engine: str) -> None:
     assert "123" in about and "4711" not in about
 
 
-def test_a_job_may_submit_the_next_one_of_its_run(engine: str, monkeypatch: pytest.MonkeyPatch, cli) -> None:
+def test_a_job_may_submit_the_next_one_of_its_run(engine, monkeypatch, cli):
     cli("submit", "run.yaml")
     run = RunDir(Path("runs/r").absolute())
     Path("queue").write_text(SAID[engine][1].format(SAID[engine][3]) + "\n")
@@ -129,7 +129,7 @@ def test_a_job_may_submit_the_next_one_of_its_run(engine: str, monkeypatch: pyte
     assert len(submissions(run)) == 2
 
 
-def test_a_job_that_starts_again_asks_for_its_hosts_again(engine: str, tmp_path: Path, cli) -> None:
+def test_a_job_that_starts_again_asks_for_its_hosts_again(engine, tmp_path, cli):
     cli("submit", "run.yaml")
     assert run_script(Path("script").read_text(), f'printf "%s\\n" "$@" > {tmp_path}/words') == 0
     _, run_file, *overrides = Path("words").read_text().splitlines()
@@ -138,8 +138,8 @@ def test_a_job_that_starts_again_asks_for_its_hosts_again(engine: str, tmp_path:
     assert (launch.engine, launch.hosts) == (engine, ())
 
 
-def test_a_queue_that_is_silent_is_not_one_without_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    def silent(*_: object, **__: object) -> None:
+def test_a_queue_that_is_silent_is_not_one_without_the_job(monkeypatch):
+    def silent(*_, **__):
         raise subprocess.TimeoutExpired("qstat", 60.0)
 
     monkeypatch.setattr("shutil.which", str)
@@ -148,16 +148,14 @@ def test_a_queue_that_is_silent_is_not_one_without_the_job(monkeypatch: pytest.M
         batch_jobs.state(SYSTEMS["pbs"], "123.server", 60.0)
 
 
-def test_pbs_cuts_names_of_servers_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pbs_cuts_names_of_servers_off(monkeypatch):
     queue = "Job id  Name  User  Time Use S Queue\n123.batch-serv*  r  u  0 R workq\n"
     monkeypatch.setattr(batch_jobs, "ask", lambda *_, **__: queue)
     assert batch_jobs.state(SYSTEMS["pbs"], "123.batch-server.example.org", 60.0) == "RUNNING"
     assert batch_jobs.state(SYSTEMS["pbs"], "12.batch-server.example.org", 60.0) == ""
 
 
-def test_who_waits_for_a_job_that_its_queue_forgets_asks_the_run(
-    engine: str, monkeypatch: pytest.MonkeyPatch, cli
-) -> None:
+def test_who_waits_for_a_job_that_its_queue_forgets_asks_the_run(engine, monkeypatch, cli):
     cli("submit", "run.yaml", "--wait", code=ExitCode.FAILURE)
     run = RunDir(Path("runs/r").absolute())
     attempts = Attempts(run)
@@ -167,7 +165,7 @@ def test_who_waits_for_a_job_that_its_queue_forgets_asks_the_run(
         cli("submit", "run.yaml", "--wait", code=code)
 
 
-def test_what_scripts_cannot_hold_is_refused(engine: str, cli) -> None:
+def test_what_scripts_cannot_hold_is_refused(engine, cli):
     for command, option, value, said in (
         ("render", "--launch.directives", '["-x\\ny"]', "launch.directives contains"),
         ("render", "--run_dir", "a folder", "a folder"),
@@ -176,7 +174,7 @@ def test_what_scripts_cannot_hold_is_refused(engine: str, cli) -> None:
         assert said in cli(command, "run.yaml", option, value, code=64).err
 
 
-def test_exit_codes_of_the_script(engine: str, cli) -> None:
+def test_exit_codes_of_the_script(engine, cli):
     """75 is requeued, as far as the script does that; others are the job's."""
     cli("submit", "run.yaml")
     for code, wanted in ((0, 0), (64, 64), (75, {"gridengine": 99}.get(engine, 75)), (76, 76)):
@@ -195,7 +193,7 @@ exit 75"""
 
 
 @pytest.mark.parametrize("engine", [*SYSTEMS, "slurm"], indirect=True)
-def test_signals_do_not_hide_how_the_run_has_ended(engine: str, cli) -> None:
+def test_signals_do_not_hide_how_the_run_has_ended(engine, cli):
     assert run_script(cli("render", "run.yaml").out, ENDS_AMONG_SIGNALS) == {"gridengine": 99}.get(engine, 75)
     assert Path("again").exists() == (engine in ("pbs", "flux"))
 
@@ -209,10 +207,10 @@ def test_signals_do_not_hide_how_the_run_has_ended(engine: str, cli) -> None:
         ("run", "engine: local, hosts: [a]", "launch.engine is local, launch.hosts ['a']"),
     ],
 )
-def test_an_engine_that_does_not_fit_is_named(command: str, launch: str, said: str, tmp_path: Path, cli) -> None:
+def test_an_engine_that_does_not_fit_is_named(command, launch, said, tmp_path, cli):
     (tmp_path / "run.yaml").write_text(f"name: r\nlaunch: {{{launch}, command: [train]}}\n")
     assert said in cli(command, tmp_path / "run.yaml", code=64).err
 
 
-def test_schedulers_are_those_of_engines_with_a_queue() -> None:
+def test_schedulers_are_those_of_engines_with_a_queue():
     assert set(schedulers.SCHEDULERS) == {"slurm", *SYSTEMS}

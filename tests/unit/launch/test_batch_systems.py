@@ -25,14 +25,14 @@ def job(engine: str, folder: Path, text: str) -> Mapping[str, str]:
 
 
 @pytest.mark.parametrize("engine", FILES)
-def test_a_run_gets_each_host_of_its_job_once(engine: str, tmp_path: Path) -> None:
+def test_a_run_gets_each_host_of_its_job_once(engine, tmp_path):
     launch = LaunchConfig(engine=engine, ranks_per_node=2)  # type: ignore[arg-type]
     found = on_hosts_of_the_job(launch, job(engine, tmp_path, FILES[engine]))
     assert found.hosts == ("n1.site", "n2.site") and found.ranks_per_node == 2
     assert "{host}" in found.remote_shell and "{command}" in found.remote_shell
 
 
-def test_flux_is_asked_for_its_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flux_is_asked_for_its_hosts(tmp_path, monkeypatch):
     (tmp_path / "flux").write_text('#!/bin/sh\n[ "$*" = "hostlist --expand instance" ] && echo n1 n2 n3\n')
     (tmp_path / "flux").chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -40,7 +40,7 @@ def test_flux_is_asked_for_its_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("engine", SYSTEMS)
-def test_outside_of_a_job_that_is_said(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_of_a_job_that_is_said(engine, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     launch = LaunchConfig(engine=engine)  # type: ignore[arg-type]
     with pytest.raises(
@@ -52,7 +52,7 @@ def test_outside_of_a_job_that_is_said(engine: str, tmp_path: Path, monkeypatch:
             on_hosts_of_the_job(launch, job(engine, tmp_path, "\n"))
 
 
-def test_one_place_is_named() -> None:
+def test_one_place_is_named():
     with pytest.raises(UserError, match=r"launch\.engine is pbs, launch\.hosts \['n1'\]"):
         LaunchConfig(engine="pbs", hosts=("n1",))
     assert on_hosts_of_the_job(LaunchConfig(hosts=("n1",)), {}).hosts == ("n1",)

@@ -92,7 +92,7 @@ def shown(words: list[str], folder: Path) -> tuple[dict[str, Any], str]:
 
 
 @pytest.mark.slow
-def test_a_fork_is_what_its_stand_in_would_have_become(forking: Forking, tmp_path: Path) -> None:
+def test_a_fork_is_what_its_stand_in_would_have_become(forking, tmp_path):
     alone, _ = shown([sys.executable], tmp_path)
     fork, errors = shown(forking.words([sys.executable]), tmp_path)
     other, _ = shown(forking.words([sys.executable]), tmp_path)
@@ -103,7 +103,7 @@ def test_a_fork_is_what_its_stand_in_would_have_become(forking: Forking, tmp_pat
 
 
 @pytest.mark.slow
-def test_the_parent_has_no_threads_that_forks_would_lack(forking: Forking, tmp_path: Path) -> None:
+def test_the_parent_has_no_threads_that_forks_would_lack(forking, tmp_path):
     shown(forking.words([sys.executable]), tmp_path)  # libraries end theirs when it forks
     tasks = Path(f"/proc/{forking.pid}/task").iterdir()
     names = [(task / "comm").read_text().strip() for task in tasks if task.name != str(forking.pid)]
@@ -111,7 +111,7 @@ def test_the_parent_has_no_threads_that_forks_would_lack(forking: Forking, tmp_p
 
 
 @pytest.mark.slow
-def test_stand_ins_end_as_their_ranks_do(forking: Forking, tmp_path: Path) -> None:
+def test_stand_ins_end_as_their_ranks_do(forking, tmp_path):
     for how, code in (("code", 7), ("signal", -signal.SIGSEGV)):
         with started(forking.words([sys.executable]), tmp_path, ENDS, how) as child:
             child.communicate(timeout=PATIENCE_S)
@@ -123,9 +123,7 @@ def test_stand_ins_end_as_their_ranks_do(forking: Forking, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_ranks_end_with_their_stand_ins_and_with_the_parent_which_can_be_started_again(
-    forking: Forking, tmp_path: Path
-) -> None:
+def test_ranks_end_with_their_stand_ins_and_with_the_parent_which_can_be_started_again(forking, tmp_path):
     with started(forking.words([sys.executable]), tmp_path, ENDS, "") as child:
         rank = int(child.stdout.readline())  # type: ignore[union-attr]
         child.kill()
@@ -141,7 +139,7 @@ def test_ranks_end_with_their_stand_ins_and_with_the_parent_which_can_be_started
 
 
 @pytest.mark.slow
-def test_a_stand_in_that_nobody_answers_becomes_the_rank(tmp_path: Path) -> None:
+def test_a_stand_in_that_nobody_answers_becomes_the_rank(tmp_path):
     words = [sys.executable, "-I", "-S", str(STAND_IN), str(tmp_path / "nobody")]
     found, errors = shown(words, tmp_path)
     assert found["beside"] == str(tmp_path)
@@ -149,7 +147,7 @@ def test_a_stand_in_that_nobody_answers_becomes_the_rank(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_parent_with_threads_forks_nothing(tmp_path: Path) -> None:
+def test_a_parent_with_threads_forks_nothing(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
     )
@@ -174,15 +172,13 @@ def test_a_parent_with_threads_forks_nothing(tmp_path: Path) -> None:
         ("\0", set()),
     ],
 )
-def test_the_frameworks_that_a_file_imports_at_its_top_are_known_without_running_it(
-    text: str, found: set[str], tmp_path: Path
-) -> None:
+def test_the_frameworks_that_a_file_imports_at_its_top_are_known_without_running_it(text, found, tmp_path):
     (tmp_path / "task.py").write_text(f"raise SystemExit\n{text}" if found else text)
     expected = sorted({BACKENDS[name] for name in found})
     assert backends(f"{tmp_path / 'task.py'}:task", RunDir(tmp_path)) == expected
 
 
-def test_a_module_is_found_and_an_earlier_attempt_tells_what_imports_do_not(tmp_path: Path) -> None:
+def test_a_module_is_found_and_an_earlier_attempt_tells_what_imports_do_not(tmp_path):
     run_dir = RunDir(tmp_path / "run")
     assert backends("hpctrain.tasks.torch_digits:task", run_dir) == [BACKENDS["torch"]]
     assert backends("no.such.module:task", run_dir) == backends("", run_dir) == []

@@ -41,7 +41,7 @@ def hosts(folder: Path, flavour: Flavour = Flavour.OPEN_MPI_5, **launch: int) ->
 
 
 @pytest.mark.parametrize("host", ["n1", "$(touch owned)", "a b'\""])
-def test_the_shell_gets_host_and_command_as_one_word_each(tmp_path: Path, host: str) -> None:
+def test_the_shell_gets_host_and_command_as_one_word_each(tmp_path, host):
     shell = write_shell(tmp_path / "shell", "printf '%s|' on:{host} 'it''s {host}'")
     done = subprocess.run([shell, host, "PATH=x prted", "--a 'b'"], capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout == f"on:{host}|its {host}|PATH=x prted --a 'b'|"
@@ -49,7 +49,7 @@ def test_the_shell_gets_host_and_command_as_one_word_each(tmp_path: Path, host: 
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_the_command_reaches_what_runs_no_shell_and_what_runs_one_more(tmp_path: Path, again: bool) -> None:
+def test_the_command_reaches_what_runs_no_shell_and_what_runs_one_more(tmp_path, again):
     tool = tmp_path / "tool"
     tool.write_text('#!/bin/sh\nhost=$1\nshift\necho "on $host"\n' + ('exec sh -c "$*"\n' if again else 'exec "$@"\n'))
     tool.chmod(0o700)
@@ -63,21 +63,21 @@ def test_the_command_reaches_what_runs_no_shell_and_what_runs_one_more(tmp_path:
     ("flavour", "agent"),
     [(Flavour.OPEN_MPI_5, ["--prtemca", "plm_ssh_agent"]), (Flavour.OPEN_MPI_4, ["--mca", "plm_rsh_agent"])],
 )
-def test_mpirun_is_told_hosts_shell_and_variables(tmp_path: Path, flavour: Flavour, agent: list[str]) -> None:
+def test_mpirun_is_told_hosts_shell_and_variables(tmp_path, flavour, agent):
     words = hosts(tmp_path, flavour).words({"A": "b"})
     assert words[:3] == ["mpirun", "-n", "4"] and "10.0.0.1:2,10.0.0.2:2" in words
     assert [*agent, f"/bin/sh {tmp_path}/shell"] == words[(at := words.index(agent[1]) - 1) : at + 3]
     assert " -x A " in " ".join(words)
 
 
-def test_the_shell_may_be_where_nothing_is_executed(tmp_path: Path) -> None:
+def test_the_shell_may_be_where_nothing_is_executed(tmp_path):
     place = hosts(tmp_path)
     (tmp_path / "up-n1").touch()
     place.shell.chmod(0o600)
     assert place.answers("n1") and not place.answers("n2")
 
 
-def test_a_lost_host_gives_way_to_the_spare_one(tmp_path: Path) -> None:
+def test_a_lost_host_gives_way_to_the_spare_one(tmp_path):
     place = hosts(tmp_path, spare_nodes=1, node_wait_s=0)
     assert place.after(KILLED) is not None and place.used == ("10.0.0.1", "10.0.0.2"), "a rank's death is not a host's"
     after = place.after(failed_with(Code.NODE, "b.site was lost", "", host="b.site"))
@@ -86,7 +86,7 @@ def test_a_lost_host_gives_way_to_the_spare_one(tmp_path: Path) -> None:
     assert place.after(failed_with(Code.NODE, "a node was lost", "", host=None)) is None
 
 
-def test_without_a_spare_fewer_hosts_serve_if_the_run_file_allows_it(tmp_path: Path) -> None:
+def test_without_a_spare_fewer_hosts_serve_if_the_run_file_allows_it(tmp_path):
     lost = [failed_with(Code.NODE, "a host was lost", "", host=f"10.0.0.{number}") for number in (3, 2)]
     place = hosts(tmp_path, min_nodes=1)
     place.used = ["10.0.0.2", "10.0.0.3"]
@@ -95,7 +95,7 @@ def test_without_a_spare_fewer_hosts_serve_if_the_run_file_allows_it(tmp_path: P
     assert after is not None and (after.nodes, after.ranks, place.used) == (1, 2, ["10.0.0.1"])
 
 
-def test_hosts_that_are_lost_at_once_are_both_left_out_unless_too_few_remain(tmp_path: Path) -> None:
+def test_hosts_that_are_lost_at_once_are_both_left_out_unless_too_few_remain(tmp_path):
     place = hosts(tmp_path, min_nodes=1)
     place.used = ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
     for ranks in ((4, 5), (2, 3)):
@@ -109,7 +109,7 @@ def test_hosts_that_are_lost_at_once_are_both_left_out_unless_too_few_remain(tmp
     assert after is not None and (after.ranks, place.used) == (2, ["10.0.0.1"])
 
 
-def test_a_host_that_comes_back_is_waited_for_and_used_again(tmp_path: Path) -> None:
+def test_a_host_that_comes_back_is_waited_for_and_used_again(tmp_path):
     """It was ignored, and the run ended."""
     place = hosts(tmp_path, node_wait_s=60)
     place.used = ["10.0.0.2", "10.0.0.3"]
@@ -121,9 +121,7 @@ def test_a_host_that_comes_back_is_waited_for_and_used_again(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("how", ["signal", "stop", "job"])
-def test_nothing_waits_for_a_host_once_the_run_is_to_end(
-    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_waits_for_a_host_once_the_run_is_to_end(tmp_path, how, monkeypatch):
     place = hosts(tmp_path, node_wait_s=60)
     place.lost.add("10.0.0.3")
     if how == "signal":
@@ -138,7 +136,7 @@ def test_nothing_waits_for_a_host_once_the_run_is_to_end(
 
 
 @pytest.mark.parametrize("names", [("127.0.0.1", "localhost"), ("10.9.8.7", "127.0.0.1", "127.0.0.2")])
-def test_one_machine_by_two_names_is_refused(names: tuple[str, ...]) -> None:
+def test_one_machine_by_two_names_is_refused(names):
     with pytest.raises(UserError, match="both this machine"):
         require_separate_machines(names)
     require_separate_machines(("10.9.8.7", "10.9.8.6", "no-such-host.invalid"))
@@ -147,6 +145,6 @@ def test_one_machine_by_two_names_is_refused(names: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     "launch", [{"hosts": ("a", "a")}, {"hosts": ("a",), "spare_nodes": 1}, {"hosts": ("a",), "remote_shell": "ssh"}]
 )
-def test_hosts_that_cannot_be_are_refused(launch: dict[str, object]) -> None:
+def test_hosts_that_cannot_be_are_refused(launch):
     with pytest.raises(UserError, match=r"launch\.(hosts|remote_shell)"):
         LaunchConfig(**launch)  # type: ignore[arg-type]

@@ -1,7 +1,5 @@
 """What launchers say, as they really said it."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -97,7 +95,7 @@ def test_causes_read_as_sentences():
         (Death(0), Code.VANISHED),
     ],
 )
-def test_what_launchers_say_has_a_code(death: Death, code: Code) -> None:
+def test_what_launchers_say_has_a_code(death, code):
     assert death.code is code
 
 
@@ -151,7 +149,7 @@ def test_any_text_before_a_message_changes_nothing(text, message):
     assert deaths(f"{text}\n{message}") == deaths(message)
 
 
-def test_victims_that_srun_reports_first_are_no_culprits() -> None:
+def test_victims_that_srun_reports_first_are_no_culprits():
     text = (
         "srun: error: n2: task 2: Exited with exit code 14\n"
         "srun: launch/slurm: _step_signal: Terminating StepId=4.1\n"
@@ -162,7 +160,7 @@ def test_victims_that_srun_reports_first_are_no_culprits() -> None:
     assert first_cause(deaths(text)) == Death(3, signal=9, standing=Standing.SWEPT), "reported before the other node's"
 
 
-def test_whom_mpi_ended_after_another_rank_is_no_culprit() -> None:
+def test_whom_mpi_ended_after_another_rank_is_no_culprit():
     text = (
         "srun: error: n1: task 0: Exited with exit code 14\n"
         "srun: error: n2: task 3: Killed\n"
@@ -172,13 +170,13 @@ def test_whom_mpi_ended_after_another_rank_is_no_culprit() -> None:
     assert first_cause(deaths(text)) == Death(3, signal=9, standing=Standing.KILLED)
 
 
-def test_a_rank_that_nothing_is_known_of_but_that_mpi_ended_it_is_no_cause() -> None:
+def test_a_rank_that_nothing_is_known_of_but_that_mpi_ended_it_is_no_cause():
     death = first_cause(deaths("srun: error: n1: task 0: Exited with exit code 14\n"))
     assert isinstance(death, Death)
     assert (death.rank, death.cause) == (0, "exited with code 14, as MPI does when another rank is lost")
 
 
-def test_of_ranks_without_a_word_the_one_that_srun_does_not_report_left_with_exit_code_0() -> None:
+def test_of_ranks_without_a_word_the_one_that_srun_does_not_report_left_with_exit_code_0():
     text = "srun: error: n2: tasks 2-3: Killed\nsrun: error: n1: task 0: Killed\n"
     assert left(text, [0, 1, 2, 3]) == [1]
     assert left(text, [0, 2]) == [], "rank 1 has said how it ended"
@@ -187,6 +185,6 @@ def test_of_ranks_without_a_word_the_one_that_srun_does_not_report_left_with_exi
     assert (left(gave_up, [0, 1]), silent(gave_up, [0, 1])) == ([], [1]), "its node is gone"
 
 
-def test_whom_srun_killed_may_be_a_victim() -> None:
+def test_whom_srun_killed_may_be_a_victim():
     text = "srun: error: n1: tasks 0-1: Killed\nsrun: error: n2: task 2: Segmentation fault\n"
     assert [death.standing for death in deaths(text)] == [Standing.KILLED, Standing.KILLED, Standing.REPORTED]

@@ -99,7 +99,7 @@ def test_the_mpirun_beside_the_library_is_taken_and_others_are_refused(tmp_path,
 
 
 def test_oversubscription_is_said_in_each_familys_words():
-    def words(flavour: Flavour, ranks: int) -> list[str]:
+    def words(flavour, ranks):
         return MpiRun("mpirun", flavour).argv(ranks, {}, cores=2)
 
     assert words(Flavour.OPEN_MPI_5, 2) == ["mpirun", "-n", "2", "--bind-to", "none", "--host", "localhost:2"]
@@ -178,7 +178,7 @@ def test_ranks_know_how_many_they_should_be():
     assert "TF_CPP_MIN_LOG_LEVEL" not in rank_environment(config, 3, 2, verbose=True, given={})
 
 
-def test_a_fresh_run_leaves_the_checkpoints_of_a_store_once(tmp_path: Path) -> None:
+def test_a_fresh_run_leaves_the_checkpoints_of_a_store_once(tmp_path):
     tiers = TiersConfig(store=StoreTierConfig(f"file://{tmp_path}/store"))
     train = TrainConfig(steps=1, global_batch=1)
     config = Config("a", "a:b", train, run_dir=str(tmp_path / "run"), checkpoint=CheckpointConfig(tiers=tiers))
@@ -194,9 +194,7 @@ def test_a_fresh_run_leaves_the_checkpoints_of_a_store_once(tmp_path: Path) -> N
     assert rank_command(dataclasses.replace(asked, fresh=False))()[-1] == "a.yaml"
 
 
-def test_a_folder_of_temporary_files_that_cannot_be_written_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_of_temporary_files_that_cannot_be_written_is_replaced(tmp_path, monkeypatch, capsys):
     """mpirun ended without a reason."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # what gettempdir has found
     monkeypatch.setenv("TMPDIR", str(tmp_path))

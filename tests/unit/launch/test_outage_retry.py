@@ -6,7 +6,6 @@ import dataclasses
 import errno
 import os
 import time
-from pathlib import Path
 
 import pytest
 
@@ -30,10 +29,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return pauses
 
 
-def test_a_file_server_that_is_away_is_asked_again_until_patience_ends(asked: list[float]) -> None:
+def test_a_file_server_that_is_away_is_asked_again_until_patience_ends(asked):
     answers: list[Exception | str] = [OSError(errno.EIO, "EIO"), OSError(errno.ESTALE, "ESTALE"), "content"]
 
-    def read() -> str:
+    def read():
         if isinstance(answer := answers.pop(0), Exception):
             raise answer
         return answer
@@ -49,8 +48,8 @@ def test_a_file_server_that_is_away_is_asked_again_until_patience_ends(asked: li
     assert len(asked) == len(retry.FILE_PAUSES_S), "one of the two waits"
 
 
-def test_other_errors_are_not_waited_for(asked: list[float]) -> None:
-    def read() -> None:
+def test_other_errors_are_not_waited_for(asked):
+    def read():
         raise PermissionError(errno.EACCES, "no", "run.json")
 
     with pytest.raises(RunFailed, match=r"run\.json"):
@@ -76,13 +75,11 @@ def ended(run: RunDir, number: int) -> None:
         *(("unlink", name) for name in ("STOP", "attempts/.")),
     ],
 )
-def test_a_file_server_that_fails_once_costs_a_completed_run_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[float], call: str, where: str
-) -> None:
+def test_a_file_server_that_fails_once_costs_a_completed_run_nothing(tmp_path, monkeypatch, asked, call, where):
     run = RunDir(tmp_path / "run")
     server = FileServer(errno.ESTALE, where, call)
 
-    def begun(number: int) -> Launch:
+    def begun(number):
         left, server.left = server.left, 0
         ended(run, number)
         server.left = left
@@ -95,12 +92,10 @@ def test_a_file_server_that_fails_once_costs_a_completed_run_nothing(
     assert run.run_yaml.read_text() == "name: r"
 
 
-def test_a_file_server_that_stays_away_is_no_reason_to_forget_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[float]
-) -> None:
+def test_a_file_server_that_stays_away_is_no_reason_to_forget_a_run(tmp_path, monkeypatch, asked):
     run = RunDir(tmp_path / "run")
 
-    def begun(number: int) -> Launch:
+    def begun(number):
         ended(run, number)
         FileServer(errno.EIO, "ranks/1", "scandir", 1000).install(monkeypatch)
         return Launch(["true"], {}, 2)
@@ -110,19 +105,17 @@ def test_a_file_server_that_stays_away_is_no_reason_to_forget_a_run(
 
 
 @pytest.mark.parametrize("errors", [1, 1000])
-def test_run_json_that_cannot_be_read_when_the_ranks_end_costs_no_verdict(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[float], errors: int
-) -> None:
+def test_run_json_that_cannot_be_read_when_the_ranks_end_costs_no_verdict(tmp_path, monkeypatch, asked, errors):
     run, left = RunDir(tmp_path / "run"), [0]
     read = safe_read.read
 
-    def flaky(path: Path, *more: int) -> bytes:
+    def flaky(path, *more):
         if left[0] and path == run.run_json:
             left[0] -= 1
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
         return read(path, *more)
 
-    def begun(number: int) -> Launch:
+    def begun(number):
         left[0] = errors
         return Launch(["true"], {}, 1)
 

@@ -69,7 +69,7 @@ def tell(run: RunDir, kind: str, ranks: list[int], action: str = "abort", senten
         file.write(f"{json.dumps(line)}\n")
 
 
-def test_the_first_death_is_the_cause_unless_an_error_came_before(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_death_is_the_cause_unless_an_error_came_before(run, monkeypatch):
     monkeypatch.setenv(RUN_DIR, str(run.path))
     monkeypatch.setenv(ATTEMPT, "2")
     assert first(run, NEAR, attempt=2) is None
@@ -93,14 +93,14 @@ def test_the_first_death_is_the_cause_unless_an_error_came_before(run: RunDir, m
 @pytest.mark.parametrize(
     ("sentence", "told"), [("no step for 130 s: rank 1", "no step for 130 s: rank 1"), ("", "no rank made progress")]
 )
-def test_a_hang_that_the_monitor_ended_is_told_in_its_words(run: RunDir, sentence: str, told: str) -> None:
+def test_a_hang_that_the_monitor_ended_is_told_in_its_words(run, sentence, told):
     tell(run, "hung", [1], "abort", sentence)
     found = cause(run, FAR)
     assert isinstance(found, Found)
     assert (found.verdict.code, found.verdict.reason, found.verdict.rank) == (Code.HANG, told, 1)
 
 
-def test_a_host_that_the_monitor_could_not_reach_is_the_cause_if_its_ranks_stay_silent(run: RunDir) -> None:
+def test_a_host_that_the_monitor_could_not_reach_is_the_cause_if_its_ranks_stay_silent(run):
     tell(run, "hung", [1], "report")
     tell(run, CUT_OFF, [2, 3], "report")
     found = cause(run, FAR)
@@ -111,12 +111,12 @@ def test_a_host_that_the_monitor_could_not_reach_is_the_cause_if_its_ranks_stay_
     assert cause(run, [*FAR[:3], back]) is None, "it has been heard of since"
 
 
-def test_of_several_ranks_of_other_nodes_the_first_one_noted_died_first(run: RunDir) -> None:
+def test_of_several_ranks_of_other_nodes_the_first_one_noted_died_first(run):
     (run.monitor / "deaths-1-n1.txt").write_text("1.0 3 14\n2.0 1\n3.0 0\n")
     assert first(run, FAR) == 1, "MPI ended rank 3, and rank 0 died after rank 1"
 
 
-def test_the_first_one_is_found_if_the_clocks_of_nodes_differ(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_one_is_found_if_the_clocks_of_nodes_differ(run, monkeypatch):
     monkeypatch.setenv(RUN_DIR, str(run.path))
     monkeypatch.setenv(ATTEMPT, "1")
     for rank, moment, ahead in ((3, 1020.0, 20.0), (0, 1000.5, 0.0)):  # that of n2 is 20 seconds ahead
@@ -143,7 +143,7 @@ srun: error: n1: task 0: Exited with exit code 14
         ("", 1),
     ],
 )
-def test_the_launcher_tells_who_died_on_a_node_whose_agent_could_not_note(run: RunDir, noted: str, dead: int) -> None:
+def test_the_launcher_tells_who_died_on_a_node_whose_agent_could_not_note(run, noted, dead):
     (run.monitor / "deaths-1-n1.txt").write_text(noted)
     assert first(run, FAR, BEREAVED) == dead
     assert first(run, NEAR, BEREAVED) == (0 if noted else 1), "it left by that number itself"
@@ -170,7 +170,7 @@ def settles(run: RunDir, words: list[LastWord], text: str = "") -> Death:
 
 @pytest.mark.parametrize("text", [OVER_TCP, ""])
 @pytest.mark.parametrize("notes", ["1.0 1 -9\n1.2 0 14\n", "1.0 0 14\n1.2 1 -9\n"])
-def test_who_leaves_as_a_connection_ends_is_never_the_cause(run: RunDir, notes: str, text: str) -> None:
+def test_who_leaves_as_a_connection_ends_is_never_the_cause(run, notes, text):
     """mpirun then tells of the victim only, and the victim's note may come first."""
     (run.monitor / "deaths-1-n1.txt").write_text(notes)
     death = settles(run, running("n1", "n2"), text)
@@ -178,9 +178,7 @@ def test_who_leaves_as_a_connection_ends_is_never_the_cause(run: RunDir, notes: 
 
 
 @pytest.mark.parametrize("missed", [False, True])
-def test_a_note_that_comes_later_than_its_victim_s_is_waited_for(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, missed: bool
-) -> None:
+def test_a_note_that_comes_later_than_its_victim_s_is_waited_for(run, monkeypatch, missed):
     monkeypatch.setenv(RUN_DIR, str(run.path))
     monkeypatch.setenv(ATTEMPT, "1")
     note_death(0, 14)
@@ -191,7 +189,7 @@ def test_a_note_that_comes_later_than_its_victim_s_is_waited_for(
     assert (death.rank, death.cause) == (1, "was killed by SIGSEGV")
 
 
-def test_a_note_that_explains_a_complaint_is_waited_for(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_note_that_explains_a_complaint_is_waited_for(run, monkeypatch):
     monkeypatch.setenv(RUN_DIR, str(run.path))
     monkeypatch.setenv(ATTEMPT, "1")
     error = ErrorWord("Connection closed by peer", "", "RuntimeError", "")
@@ -203,20 +201,20 @@ def test_a_note_that_explains_a_complaint_is_waited_for(run: RunDir, monkeypatch
     assert settled(lambda: facts_of(run, 1, words, "", "")) is words[0], "all have spoken"
 
 
-def test_a_victim_is_named_if_nothing_else_is_ever_heard_of(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_victim_is_named_if_nothing_else_is_ever_heard_of(run, monkeypatch):
     (run.monitor / "deaths-1-n1.txt").write_text("1.0 0 14\n")
     monkeypatch.setattr("hpctrain.launch.postmortem.LATE_NOTE_S", 0.0)
     death = settles(run, running("n1", "n2"), OVER_TCP)
     assert (death.rank, death.exit_code) == (0, 14)
 
 
-def test_victims_that_the_monitor_saw_are_not_the_cause_though_no_agent_noted_a_death(run: RunDir) -> None:
+def test_victims_that_the_monitor_saw_are_not_the_cause_though_no_agent_noted_a_death(run):
     tell(run, "died", [0, 1])
     said = "srun: error: n2: tasks 2-3: Killed\nsrun: error: n1: tasks 0-1: Exited with exit code 14\n"
     assert first(run, FAR, said) == 2, "one of n2, whichever it was"
 
 
-def test_what_was_found_out_of_a_rank_is_in_its_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_found_out_of_a_rank_is_in_its_word(monkeypatch):
     monkeypatch.setattr("hpctrain.system.processes.ran_out_of_memory", lambda pid, before: False)
     [killed] = complete([RUNNING], Death(1, signal=9))
     assert (killed.ending, killed.code, killed.exit_code) == (Ending.KILLED, Code.KILLED, 137)
@@ -235,9 +233,7 @@ srun: error: n1: tasks 0-1: Killed
 
 
 @pytest.mark.parametrize(("hosts", "host", "where"), [({2: "n2"}, "n2", " on n2"), ({}, None, "")])
-def test_ranks_that_slurm_could_not_start_are_the_nodes_fault(
-    hosts: dict[int, str], host: str | None, where: str
-) -> None:
+def test_ranks_that_slurm_could_not_start_are_the_nodes_fault(hosts, host, where):
     verdict = lost_node([], SRUN, "", hosts)
     assert verdict is not None
     assert (verdict.rank, verdict.host, verdict.code) == (2, host, Code.NODE)
@@ -248,7 +244,7 @@ def test_ranks_that_slurm_could_not_start_are_the_nodes_fault(
 @pytest.mark.parametrize(
     ("heard", "silent", "told"), [("tasks 0-1", 2, "heard from ranks 2, 3"), ("tasks 0-2", 3, "heard from rank 3")]
 )
-def test_a_lost_node_is_the_cause_of_what_other_ranks_report(heard: str, silent: int, told: str) -> None:
+def test_a_lost_node_is_the_cause_of_what_other_ranks_report(heard, silent, told):
     text = f"srun: error: n1: {heard}: Killed\nsrun: error: Timed out waiting for job step to complete\n"
     verdict = lost_node(FAR, text, "", {})
     assert verdict is not None
@@ -256,7 +252,7 @@ def test_a_lost_node_is_the_cause_of_what_other_ranks_report(heard: str, silent:
     assert "n2 was lost" in verdict.reason and verdict.reason.endswith(told)
 
 
-def test_of_many_ranks_of_lost_nodes_the_first_eight_are_named_with_the_host_of_the_first() -> None:
+def test_of_many_ranks_of_lost_nodes_the_first_eight_are_named_with_the_host_of_the_first():
     """Those that told their end themselves are not lost."""
     text = "srun: error: Timed out waiting for job step to complete\n"
     lost = [LastWord(rank, "n2" if rank < 5 else "n3", 1, 0.0, 0.0) for rank in range(1, 11)]
@@ -272,7 +268,7 @@ def test_of_many_ranks_of_lost_nodes_the_first_eight_are_named_with_the_host_of_
         ("", None, "a node was lost: PRTE has lost communication with a remote daemon."),
     ],
 )
-def test_a_lost_node_is_named_if_the_launcher_names_it(named: str, host: str | None, reason: str) -> None:
+def test_a_lost_node_is_named_if_the_launcher_names_it(named, host, reason):
     text = f"PRTE has lost communication with a remote daemon.\n{named}"
     verdict = lost_node([], text, "", {})
     assert verdict is not None and (verdict.host, verdict.reason) == (host, reason)
@@ -288,7 +284,7 @@ def test_a_lost_node_is_named_if_the_launcher_names_it(named: str, host: str | N
         ("ssh: connect to host n3 port 22: Connection refused\n", "n2 was lost, or the launcher's daemon on it", 70),
     ],
 )
-def test_a_host_that_the_remote_shell_does_not_reach_is_told_in_its_words(shell: str, reason: str, code: int) -> None:
+def test_a_host_that_the_remote_shell_does_not_reach_is_told_in_its_words(shell, reason, code):
     """What ssh will say again ends the run with 64, unless there are other hosts to go on with."""
     banner = "A daemon failed to report back after being spawned. This could\n\n  Remote host:   n2\n"
     verdict = lost_node([], shell, banner, {})
@@ -296,7 +292,7 @@ def test_a_host_that_the_remote_shell_does_not_reach_is_told_in_its_words(shell:
     assert verdict.exit_code == code and starts_again(verdict, asked=False)
 
 
-def test_each_host_has_a_file_of_its_own(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_host_has_a_file_of_its_own(run, monkeypatch):
     """NFS does not append atomically for several clients."""
     monkeypatch.setenv(RUN_DIR, str(run.path))
     for attempt, host, rank in (("1", "n1", 0), ("1", "n2", 4), ("1", "n1", 1), ("11", "n1", 2)):
@@ -307,7 +303,7 @@ def test_each_host_has_a_file_of_its_own(run: RunDir, monkeypatch: pytest.Monkey
     assert len(list(run.monitor.glob("deaths-1-*"))) == 2
 
 
-def test_a_line_that_was_cut_off_is_ignored(tmp_path: Path) -> None:
+def test_a_line_that_was_cut_off_is_ignored(tmp_path):
     run = RunDir(tmp_path)
     run.create()
     run.monitor.mkdir(exist_ok=True)
@@ -321,12 +317,12 @@ RUNNING = LastWord(1, socket.gethostname(), 7, 0.0, 0.0)
 FAILED = dataclasses.replace(RUNNING, rank=0, pid=6, ending=Ending.FAILED, ended=1.0)
 
 
-def test_what_a_rank_said_itself_stands() -> None:
+def test_what_a_rank_said_itself_stands():
     assert complete([FAILED], Death(0, signal=9)) == [FAILED]
     assert first_cause([FAILED, Death(0, signal=9)]) is FAILED
 
 
-def test_a_rank_without_a_death_was_taken_down_if_anybody_failed_or_died() -> None:
+def test_a_rank_without_a_death_was_taken_down_if_anybody_failed_or_died():
     assert complete([RUNNING], None)[0].ending is Ending.VANISHED
     assert complete([FAILED, RUNNING], None)[1].ending is Ending.TAKEN_DOWN
     assert complete([RUNNING], Death(0, signal=9))[0].ending is Ending.TAKEN_DOWN
@@ -334,7 +330,7 @@ def test_a_rank_without_a_death_was_taken_down_if_anybody_failed_or_died() -> No
     assert complete([RUNNING], Death(1, exit_code=0))[0].exit_code is None
 
 
-def test_a_death_without_a_rank_is_that_of_its_process() -> None:
+def test_a_death_without_a_rank_is_that_of_its_process():
     assert first_cause([RUNNING, Death(None, pid=7, signal=11)]) == Death(1, signal=11)
     assert first_cause([RUNNING, Death(None, pid=8, signal=11)]) is None
     assert first_cause([RUNNING, Death(0, pid=7, signal=11)]) == Death(0, signal=11, standing=Standing.KILLED)
@@ -343,15 +339,13 @@ def test_a_death_without_a_rank_is_that_of_its_process() -> None:
 @pytest.mark.parametrize(
     ("before", "now", "ran_out"), [(1, 2, True), (1, 1, False), (None, 2, False), (1, None, False)]
 )
-def test_one_more_kill_of_the_control_group_is_this_rank_s(
-    monkeypatch: pytest.MonkeyPatch, before: int | None, now: int | None, ran_out: bool
-) -> None:
+def test_one_more_kill_of_the_control_group_is_this_rank_s(monkeypatch, before, now, ran_out):
     monkeypatch.setattr("hpctrain.system.processes.kernel_killed_for_memory", lambda pid: False)
     monkeypatch.setattr("hpctrain.system.cgroups.oom_kills", lambda: now)
     assert processes.ran_out_of_memory(RUNNING.pid, before) is ran_out
 
 
-def test_the_last_line_says_something() -> None:
+def test_the_last_line_says_something():
     assert last_line("first\n  second  \n-----\n\t=== \n\n") == "second"
     dashes = "-" * 74
     told = f"[vm:1] PMIX ERROR\n{dashes}\nThe listener failed to start. We cannot\ncontinue.\n{dashes}\n"
@@ -362,7 +356,7 @@ def test_the_last_line_says_something() -> None:
     assert last_line("") == "" and last_line("x" * 400) == "x" * 300
 
 
-def test_what_mpirun_says_first_is_why_no_rank_started_and_nothing_is_tried_again(tmp_path: Path) -> None:
+def test_what_mpirun_says_first_is_why_no_rank_started_and_nothing_is_tried_again(tmp_path):
     dashes = "-" * 74
     unreachable = "At least one pair of MPI processes are unable to reach each other for\nMPI communications.\n\n more"
     ended = 'prterun has exited due to process rank 0 with PID 0 on node vm calling\n"abort".'
@@ -381,13 +375,13 @@ def test_what_mpirun_says_first_is_why_no_rank_started_and_nothing_is_tried_agai
     assert opening("") == ""
 
 
-def test_ranks_have_ended_well_if_all_of_them_say_so() -> None:
+def test_ranks_have_ended_well_if_all_of_them_say_so():
     good = dataclasses.replace(RUNNING, ending=Ending.COMPLETED)
     assert all_ended_well([good, good], 2)
     assert not all_ended_well([good], 2) and not all_ended_well([good, FAILED], 2)
 
 
-def test_ranks_that_never_spoke_are_counted_and_the_launcher_quoted(tmp_path: Path) -> None:
+def test_ranks_that_never_spoke_are_counted_and_the_launcher_quoted(tmp_path):
     quoted = missing_ranks([], 2, "something went wrong\n", tmp_path / "log")
     assert quoted is not None
     assert quoted.reason == "2 of 2 ranks ended before they could say why: something went wrong"
@@ -403,7 +397,7 @@ def test_ranks_that_never_spoke_are_counted_and_the_launcher_quoted(tmp_path: Pa
     assert missing_ranks(spoken, 2, "", tmp_path / "log", Death(0, signal=11)) is None, "its own word is completed"
 
 
-def test_processes_of_two_hosts_with_one_pid_are_told_apart() -> None:
+def test_processes_of_two_hosts_with_one_pid_are_told_apart():
     """In containers, ranks of all nodes have the same few PIDs."""
     words = [dataclasses.replace(RUNNING, rank=rank, host=f"n{rank}.cluster") for rank in range(3)]
     found = [first_cause([*words, Death(None, pid=7, host=host, signal=11)]) for host in ("n0", "n1.cluster", "alias")]

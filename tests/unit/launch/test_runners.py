@@ -67,7 +67,7 @@ def asked(opened: Desk, command: str, host: str = HOST) -> subprocess.CompletedP
     return subprocess.run(words, capture_output=True, text=True, timeout=60)
 
 
-def test_a_node_runs_what_is_asked_and_leaves_when_the_run_is_over(tmp_path: Path) -> None:
+def test_a_node_runs_what_is_asked_and_leaves_when_the_run_is_over(tmp_path):
     (tmp_path / "desk").mkdir()
     with contextlib.ExitStack() as stack:
         opened = stack.enter_context(desk.opened(ticket.fresh(), tmp_path / "desk"))
@@ -84,7 +84,7 @@ def test_a_node_runs_what_is_asked_and_leaves_when_the_run_is_over(tmp_path: Pat
             assert started.wait(PATIENCE_S) == ExitCode.DONE
 
 
-def test_what_is_wanted_no_more_is_ended(opened: Desk, tmp_path: Path) -> None:
+def test_what_is_wanted_no_more_is_ended(opened, tmp_path):
     with node(ticket_of(opened), tmp_path):
         opened.wait_for(1, PATIENCE_S)
         words = [sys.executable, "-I", "-S", ask.__file__, str(opened.path), HOST, "echo $$; exec sleep 600"]
@@ -115,9 +115,7 @@ with desk.opened(ticket.fresh(), Path(sys.argv[1])) as opened:
         (signal.SIGSTOP, "it has been silent for 5 s"),
     ],
 )
-def test_a_node_ends_with_its_supervisor_and_takes_along_what_it_started(
-    number: signal.Signals, why: str, tmp_path: Path
-) -> None:
+def test_a_node_ends_with_its_supervisor_and_takes_along_what_it_started(number, why, tmp_path):
     """It sees at once that a process has gone, and hears nothing of one that is stopped."""
     command = [sys.executable, "-c", SUPERVISOR, str(tmp_path), str(tmp_path / "ticket")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as supervisor:
@@ -141,7 +139,7 @@ def test_a_node_ends_with_its_supervisor_and_takes_along_what_it_started(
             asking.communicate(timeout=PATIENCE_S)
 
 
-def test_a_lost_node_is_known(opened: Desk, tmp_path: Path) -> None:
+def test_a_lost_node_is_known(opened, tmp_path):
     with node(ticket_of(opened), tmp_path) as started:
         opened.wait_for(1, PATIENCE_S)
         found: list[int] = []
@@ -155,7 +153,7 @@ def test_a_lost_node_is_known(opened: Desk, tmp_path: Path) -> None:
         assert found and opened.lost == {HOST}
 
 
-def test_another_key_is_refused_on_both_sides(opened: Desk, tmp_path: Path) -> None:
+def test_another_key_is_refused_on_both_sides(opened, tmp_path):
     with node(ticket_of(opened, key=secrets.token_bytes(32)), tmp_path) as started:
         assert started.wait(PATIENCE_S) == ExitCode.USER_ERROR
         assert started.stderr is not None and "is not the supervisor" in started.stderr.read()
@@ -205,7 +203,7 @@ def between(port: int, seen: bytearray, folder: Path | None = None) -> Iterator[
         thread.join()
 
 
-def test_nothing_can_be_read_on_the_way(opened: Desk, tmp_path: Path) -> None:
+def test_nothing_can_be_read_on_the_way(opened, tmp_path):
     seen = bytearray()
     with between(opened.port, seen) as port, node(ticket_of(opened, port=port), tmp_path):
         opened.wait_for(1, PATIENCE_S)
@@ -220,7 +218,7 @@ def test_nothing_can_be_read_on_the_way(opened: Desk, tmp_path: Path) -> None:
     assert not opened.links, "what was recorded is of no use"
 
 
-def test_who_is_between_with_tls_of_its_own_is_found_out(opened: Desk, tmp_path: Path) -> None:
+def test_who_is_between_with_tls_of_its_own_is_found_out(opened, tmp_path):
     seen = bytearray()
     (tmp_path / "between").mkdir(0o700)
     with (
@@ -231,7 +229,7 @@ def test_who_is_between_with_tls_of_its_own_is_found_out(opened: Desk, tmp_path:
     assert not opened.nodes
 
 
-def test_strangers_hold_few_descriptors_and_keep_no_nodes_out(tmp_path: Path) -> None:
+def test_strangers_hold_few_descriptors_and_keep_no_nodes_out(tmp_path):
     command = [sys.executable, "-c", SUPERVISOR, str(tmp_path), str(tmp_path / "ticket")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as supervisor, contextlib.ExitStack() as stack:
         wait_for("ticket", (tmp_path / "ticket").exists)
@@ -249,7 +247,7 @@ def test_strangers_hold_few_descriptors_and_keep_no_nodes_out(tmp_path: Path) ->
             supervisor.kill()
 
 
-def test_a_ticket_of_a_run_that_lives_stays(opened: Desk, tmp_path: Path) -> None:
+def test_a_ticket_of_a_run_that_lives_stays(opened, tmp_path):
     path, other = tmp_path / "ticket", ticket.fresh()
     ticket_of(opened).write(path)
     with pytest.raises(UserError, match="belongs to another live run"):
@@ -264,11 +262,11 @@ def test_a_ticket_of_a_run_that_lives_stays(opened: Desk, tmp_path: Path) -> Non
     assert not path.exists()
 
 
-def test_of_several_runs_one_gets_a_dead_runs_ticket(tmp_path: Path) -> None:
+def test_of_several_runs_one_gets_a_dead_runs_ticket(tmp_path):
     path, dead, quicker, slower = tmp_path / "ticket", *(ticket.fresh() for _ in range(3))
     dead.write(path)
 
-    def meanwhile(other: Ticket) -> bool:
+    def meanwhile(other):
         assert other == dead
         quicker.write(path)
         return False
@@ -278,7 +276,7 @@ def test_of_several_runs_one_gets_a_dead_runs_ticket(tmp_path: Path) -> None:
     assert ticket.read(path) == quicker and list(tmp_path.iterdir()) == [path]
 
 
-def test_adopted_processes_are_collected_as_they_end(opened: Desk, tmp_path: Path) -> None:
+def test_adopted_processes_are_collected_as_they_end(opened, tmp_path):
     with node(ticket_of(opened), tmp_path) as started:
         opened.wait_for(1, PATIENCE_S)
         words = [sys.executable, "-I", "-S", ask.__file__, str(opened.path), HOST, "sleep 600"]
@@ -291,7 +289,7 @@ def test_adopted_processes_are_collected_as_they_end(opened: Desk, tmp_path: Pat
             asking.terminate()
 
 
-def test_tickets_are_private_and_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tickets_are_private_and_complete(tmp_path, monkeypatch):
     made = ticket.fresh()
     made.write(tmp_path / "ticket")
     assert stat.S_IMODE((tmp_path / "ticket").stat().st_mode) == 0o600
@@ -311,7 +309,7 @@ def test_tickets_are_private_and_complete(tmp_path: Path, monkeypatch: pytest.Mo
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "ticket"]
 
 
-def test_pods_are_told_by_their_environment() -> None:
+def test_pods_are_told_by_their_environment():
     key = "ab" * 32
     given = {ticket.KEY: key, ticket.ADDRESS: "run-0.run:7777"}
     assert ticket.of_environment(given) == Ticket(("run-0.run",), 7777, bytes.fromhex(key))
@@ -324,12 +322,12 @@ def test_pods_are_told_by_their_environment() -> None:
             ticket.of_environment({**given, **wrong})
 
 
-def test_nodes_that_do_not_come_are_counted(opened: Desk) -> None:
+def test_nodes_that_do_not_come_are_counted(opened):
     with pytest.raises(RunFailed, match="0 of 2 nodes have joined within 0 s"):
         opened.wait_for(2, 0.1)
 
 
-def test_a_node_without_a_supervisor_ends(tmp_path: Path) -> None:
+def test_a_node_without_a_supervisor_ends(tmp_path):
     with socket.socket() as silent, contextlib.ExitStack() as stack:
         silent.bind(("127.0.0.1", 0))  # nobody else gets it
         shown = Ticket(("127.0.0.1",), silent.getsockname()[1], b"k" * 32)
@@ -338,7 +336,7 @@ def test_a_node_without_a_supervisor_ends(tmp_path: Path) -> None:
         assert started.stderr is not None and "no supervisor was found within 1 s" in started.stderr.read()
 
 
-def test_only_new_tls_is_spoken(opened: Desk) -> None:
+def test_only_new_tls_is_spoken(opened):
     context = calling_context()
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
     with socket.create_connection(("127.0.0.1", opened.port)) as stream, pytest.raises(ssl.SSLError):
@@ -348,7 +346,7 @@ def test_only_new_tls_is_spoken(opened: Desk) -> None:
         context.wrap_socket(stream)
 
 
-def test_a_terminated_node_takes_its_commands_along(opened: Desk, tmp_path: Path) -> None:
+def test_a_terminated_node_takes_its_commands_along(opened, tmp_path):
     with node(ticket_of(opened), tmp_path) as started:
         opened.wait_for(1, PATIENCE_S)
         words = [sys.executable, "-I", "-S", ask.__file__, str(opened.path), HOST, "echo $$; sleep 600"]
@@ -360,6 +358,6 @@ def test_a_terminated_node_takes_its_commands_along(opened: Desk, tmp_path: Path
             wait_for("end", lambda: not psutil.pid_exists(pid))
 
 
-def test_nodes_may_be_waited_for_without_a_limit(opened: Desk, tmp_path: Path) -> None:
+def test_nodes_may_be_waited_for_without_a_limit(opened, tmp_path):
     with node(ticket_of(opened), tmp_path):
         assert opened.wait_for(1, float("inf")) == [HOST]

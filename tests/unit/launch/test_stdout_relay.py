@@ -1,16 +1,13 @@
 """The launcher's output on its way to the user."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time
-from pathlib import Path
 
 from hpctrain.launch.launcher_messages import Passing
 
 
-def test_ranks_that_print_without_end_leave_time_for_signals(tmp_path: Path) -> None:
+def test_ranks_that_print_without_end_leave_time_for_signals(tmp_path):
     with subprocess.Popen(["yes"], stdout=subprocess.PIPE) as endless, open(tmp_path / "out", "wb") as out:
         assert endless.stdout is not None
         passing = Passing(endless.stdout, out.fileno())
@@ -23,7 +20,7 @@ def test_ranks_that_print_without_end_leave_time_for_signals(tmp_path: Path) -> 
     assert passing.text.endswith("y\n") and (tmp_path / "out").stat().st_size >= len(passing.text)
 
 
-def test_a_terminal_that_shows_nothing_stops_only_the_output() -> None:
+def test_a_terminal_that_shows_nothing_stops_only_the_output():
     """Ctrl-S, or a pager: the supervisor must still see signals and dead ranks."""
     shown, terminal = os.openpty()
     with subprocess.Popen(["yes"], stdout=subprocess.PIPE) as endless:

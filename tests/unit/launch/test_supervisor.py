@@ -67,7 +67,7 @@ def lost(attempt: WatchedAttempt) -> tuple[Any, ...] | None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("saves", "action"), [(True, "requeue"), (False, "done")])
-def test_ranks_of_ours_end_together_those_of_a_plain_program_need_not(tmp_path: Path, saves: bool, action: str) -> None:
+def test_ranks_of_ours_end_together_those_of_a_plain_program_need_not(tmp_path, saves, action):
     rank = f"{shlex.quote(sys.executable)} -m hpctrain.programs.plain_command"
     ranks = f"PMI_RANK=0 {rank} true & PMI_RANK=1 {rank} sleep 1; wait"
     words = [sys.executable, "-c", SUPERVISOR, str(saves), str(tmp_path / "run"), "bash", "-c", ranks]
@@ -75,7 +75,7 @@ def test_ranks_of_ours_end_together_those_of_a_plain_program_need_not(tmp_path: 
     assert json.loads(done.stdout)["action"] == action, done.stdout
 
 
-def test_a_rank_in_a_container_of_its_own_processes_is_not_taken_for_dead(tmp_path: Path) -> None:
+def test_a_rank_in_a_container_of_its_own_processes_is_not_taken_for_dead(tmp_path):
     attempt, here = watching(RunDir(tmp_path)), first_word(0)
     assert attempt.lives(here) and not attempt.lives(dataclasses.replace(here, birth=1.0))
     assert attempt.lives(dataclasses.replace(here, pid=2, birth=1.0, machine="another namespace"))
@@ -84,7 +84,7 @@ def test_a_rank_in_a_container_of_its_own_processes_is_not_taken_for_dead(tmp_pa
 @pytest.mark.parametrize(
     ("said", "patience_s"), [("", 10), ("srun: Job step aborted: Waiting up to 32 seconds for job step to finish.", 42)]
 )
-def test_srun_gets_the_time_that_it_takes_to_tell_a_lost_node(tmp_path: Path, said: str, patience_s: int) -> None:
+def test_srun_gets_the_time_that_it_takes_to_tell_a_lost_node(tmp_path, said, patience_s):
     attempt = watching(run := RunDir(tmp_path), 2)
     run.log("launcher", 1).write_text(said)
     dead = dataclasses.replace(first_word(0), birth=1.0)
@@ -120,9 +120,7 @@ def watched(run: RunDir, *words: LastWord, ranks: int = 2) -> WatchedAttempt:
         ([first_word(0), first_word(1)], 1e6, None),
     ],
 )
-def test_ranks_that_give_no_sign_of_life_have_a_limit(
-    tmp_path: Path, words: list[LastWord], limit_s: float, said: str | None
-) -> None:
+def test_ranks_that_give_no_sign_of_life_have_a_limit(tmp_path, words, limit_s, said):
     attempt = watched(RunDir(tmp_path), *words)
     for now in (0.0, limit_s - 1.0):
         attempt.look_at_ranks(now)
@@ -135,7 +133,7 @@ def test_ranks_that_give_no_sign_of_life_have_a_limit(
         assert (attempt.failure.code, attempt.failure.action) == (Code.HANG, Action.REQUEUE)
 
 
-def test_ranks_that_a_stop_request_finds_in_mpi_init_are_not_waited_for(tmp_path: Path) -> None:
+def test_ranks_that_a_stop_request_finds_in_mpi_init_are_not_waited_for(tmp_path):
     run = RunDir(tmp_path)
     attempt = watched(run, starting(0), starting(1))
     run.stop_file.touch()
@@ -145,7 +143,7 @@ def test_ranks_that_a_stop_request_finds_in_mpi_init_are_not_waited_for(tmp_path
     assert attempt.ended_at < float("inf")
 
 
-def test_a_rank_that_dies_in_mpi_init_is_named_with_its_host(tmp_path: Path) -> None:
+def test_a_rank_that_dies_in_mpi_init_is_named_with_its_host(tmp_path):
     said = "srun: error: n1: task 1: Segmentation fault\n"
     attempt = watched(run := RunDir(tmp_path), starting(0), starting(1))
     run.log("launcher", 1).write_text(said)
@@ -154,7 +152,7 @@ def test_a_rank_that_dies_in_mpi_init_is_named_with_its_host(tmp_path: Path) -> 
     assert verdict.reason == "rank 1 on n1 was killed by SIGSEGV" and verdict.code is Code.KILLED
 
 
-def test_ranks_that_end_in_mpi_init_leave_the_launchers_reason(tmp_path: Path) -> None:
+def test_ranks_that_end_in_mpi_init_leave_the_launchers_reason(tmp_path):
     attempt = watched(run := RunDir(tmp_path), starting(0), starting(1))
     run.log("launcher", 1).write_text("PMIX ERROR: NO-PERMISSIONS\n")
     _, failure = attempt.concluded(last_words.collect(run, 1))
@@ -163,16 +161,14 @@ def test_ranks_that_end_in_mpi_init_leave_the_launchers_reason(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("left_s", "grace_s"), [(float("inf"), 60.0), (1000.0, 60.0), (60.0, 50.0), (8.0, 6.0)])
-def test_what_follows_a_stop_has_time_before_the_job_ends(tmp_path: Path, left_s: float, grace_s: float) -> None:
+def test_what_follows_a_stop_has_time_before_the_job_ends(tmp_path, left_s, grace_s):
     attempt = watched(RunDir(tmp_path))
     attempt.limits = Limits(60.0, left_s=lambda: left_s)
     attempt.begin_stop(100.0, StopRequest.of_signal(signal.SIGUSR1))
     assert attempt.stop_deadline == 100.0 + grace_s
 
 
-def test_a_stop_that_the_ranks_saw_before_the_supervisor_is_a_stop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_that_the_ranks_saw_before_the_supervisor_is_a_stop(tmp_path, monkeypatch):
     monkeypatch.setattr("hpctrain.launch.attempt.WORDS_EVERY_S", 600.0)
     run = RunDir(tmp_path / "run")
     run.create()
@@ -185,7 +181,7 @@ def test_a_stop_that_the_ranks_saw_before_the_supervisor_is_a_stop(
     assert attempt.stop is not None and attempt.stop.by_person
 
 
-def test_a_host_that_is_known_to_be_away_ends_the_attempt(tmp_path: Path) -> None:
+def test_a_host_that_is_known_to_be_away_ends_the_attempt(tmp_path):
     away: set[str] = set()
     attempt = watching(RunDir(tmp_path), 2, away=lambda: away)
     attempt.look_at_nodes(100.0, on_nodes())
@@ -196,7 +192,7 @@ def test_a_host_that_is_known_to_be_away_ends_the_attempt(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("can_lose", [False, True])
-def test_a_host_that_the_monitor_cannot_reach_is_lost_if_there_is_another_place(tmp_path: Path, can_lose: bool) -> None:
+def test_a_host_that_the_monitor_cannot_reach_is_lost_if_there_is_another_place(tmp_path, can_lose):
     run, words = RunDir(tmp_path), on_nodes()
     attempt = watching(run, 2, 2, can_lose=lambda host: can_lose and host == "n2")
     run.monitor.mkdir(exist_ok=True)
@@ -213,7 +209,7 @@ def test_a_host_that_the_monitor_cannot_reach_is_lost_if_there_is_another_place(
 
 
 @pytest.mark.parametrize("answers", [False, True])
-def test_a_node_that_neither_srun_hears_of_nor_answers_is_lost_at_once(tmp_path: Path, answers: bool) -> None:
+def test_a_node_that_neither_srun_hears_of_nor_answers_is_lost_at_once(tmp_path, answers):
     run, words = RunDir(tmp_path), on_nodes()
     attempt = watching(run, 2, unreached=lambda hosts: [] if answers else {"n2"} & set(hosts))
     said = "srun: Job step aborted: Waiting up to 32 seconds for job step to finish.\nsrun: error: n1: task 0: Killed\n"
@@ -234,9 +230,7 @@ def test_a_node_that_neither_srun_hears_of_nor_answers_is_lost_at_once(tmp_path:
     ],
 )
 @pytest.mark.parametrize("ended_by_us", [False, True])
-def test_a_killed_launcher_is_named_unless_a_rank_says_why(
-    tmp_path: Path, ends: list[Ending], sentence: str | None, ended_by_us: bool
-) -> None:
+def test_a_killed_launcher_is_named_unless_a_rank_says_why(tmp_path, ends, sentence, ended_by_us):
     attempt = watching(RunDir(tmp_path), 2, command=["mpirun"])
     attempt.launcher.process = subprocess.Popen(["sleep", "60"])
     attempt.launcher.process.kill()
@@ -250,8 +244,8 @@ def test_a_killed_launcher_is_named_unless_a_rank_says_why(
 
 
 @pytest.mark.parametrize(("own", "code"), [(None, Code.PREFLIGHT), (Code.READ_ONLY, Code.READ_ONLY)])
-def test_what_prevents_the_start_is_the_verdict(tmp_path: Path, own: Code | None, code: Code) -> None:
-    def make_launch(number: int) -> Launch:
+def test_what_prevents_the_start_is_the_verdict(tmp_path, own, code):
+    def make_launch(number):
         raise NoRequeue("scratch of n2 cannot be written", "exclude n2", own)
 
     run = RunDir(tmp_path / "run")
@@ -265,8 +259,8 @@ def test_what_prevents_the_start_is_the_verdict(tmp_path: Path, own: Code | None
     assert not run.lock_file.exists()
 
 
-def test_what_prevents_the_start_is_said_though_the_folder_cannot_be_written(tmp_path: Path) -> None:
-    def make_launch(number: int) -> Launch:
+def test_what_prevents_the_start_is_said_though_the_folder_cannot_be_written(tmp_path):
+    def make_launch(number):
         (run.path / "ranks").rmdir()
         raise NoRequeue("scratch of n2 cannot be written", "exclude n2")
 
@@ -274,10 +268,10 @@ def test_what_prevents_the_start_is_said_though_the_folder_cannot_be_written(tmp
     assert supervise(run, make_launch, Limits(), Attempt()).reason == "scratch of n2 cannot be written"
 
 
-def test_looks_at_very_many_ranks_take_little_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_looks_at_very_many_ranks_take_little_of_the_time(tmp_path, monkeypatch):
     looks: list[float] = []
 
-    def slow(*_: object) -> list[object]:
+    def slow(*_):
         looks.append(time.monotonic())
         time.sleep(0.2)  # a thousand files on Lustre take longer
         return []
@@ -288,7 +282,7 @@ def test_looks_at_very_many_ranks_take_little_of_the_time(tmp_path: Path, monkey
     assert len(looks) == 1, "when it begins"
 
 
-def test_ranks_that_save_after_a_stop_request_have_time_as_long_as_the_checkpoint_grows(tmp_path: Path) -> None:
+def test_ranks_that_save_after_a_stop_request_have_time_as_long_as_the_checkpoint_grows(tmp_path):
     attempt = watching(run := RunDir(tmp_path), limits=Limits(stop_grace_s=60))
     partial = run.checkpoints / ".partial-step-000000009-token"
     partial.mkdir()
@@ -302,7 +296,7 @@ def test_ranks_that_save_after_a_stop_request_have_time_as_long_as_the_checkpoin
     assert attempt.stop_deadline == 210, "it has not grown"
 
 
-def test_a_checkpoint_that_grows_counts_although_the_next_look_is_minutes_away(tmp_path: Path) -> None:
+def test_a_checkpoint_that_grows_counts_although_the_next_look_is_minutes_away(tmp_path):
     """The words of thousands of ranks take seconds to read, so looks are minutes apart."""
     run = RunDir(tmp_path)
     run.create()
@@ -318,7 +312,7 @@ def test_a_checkpoint_that_grows_counts_although_the_next_look_is_minutes_away(t
     assert attempt.failure is not None and attempt.failure.code is Code.STOP, "it has not grown"
 
 
-def test_of_the_monitors_events_only_those_of_this_attempt_are_read(tmp_path: Path) -> None:
+def test_of_the_monitors_events_only_those_of_this_attempt_are_read(tmp_path):
     run = RunDir(tmp_path)
     run.create()
     run.monitor_events.write_bytes(b"{}\n" * 1_000_000)  # of a long run
@@ -329,9 +323,7 @@ def test_of_the_monitors_events_only_those_of_this_attempt_are_read(tmp_path: Pa
     assert attempt.cut_off() == {"n2"}, "at the next look, not after all the old ones"
 
 
-def test_a_launcher_that_starts_nothing_is_not_waited_for_after_a_stop_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launcher_that_starts_nothing_is_not_waited_for_after_a_stop_request(tmp_path, monkeypatch):
     """It was for launch.stop_grace_s."""
     monkeypatch.setattr(attempts, "FAILURE_GRACE_S", 0.0)
     monkeypatch.setattr(attempts, "WORDS_EVERY_S", 0.05)
@@ -352,7 +344,7 @@ def test_a_launcher_that_starts_nothing_is_not_waited_for_after_a_stop_request(
         ([signal.SIGTERM, signal.SIGINT], True),
     ],
 )
-def test_a_terminal_that_closes_is_not_a_second_ctrl_c(tmp_path: Path, received: list[int], ended: bool) -> None:
+def test_a_terminal_that_closes_is_not_a_second_ctrl_c(tmp_path, received, ended):
     attempt = watching(RunDir(tmp_path))
     attempt.signals.received = received
     attempt.take_signals(0.0)
@@ -396,16 +388,14 @@ def attempts_in_place(
     ],
 )
 @pytest.mark.slow
-def test_a_failed_attempt_is_started_again_as_often_as_it_may_fail(
-    tmp_path: Path, program: str, max_failures: int, codes: list[int]
-) -> None:
+def test_a_failed_attempt_is_started_again_as_often_as_it_may_fail(tmp_path, program, max_failures, codes):
     verdict = attempts_in_place(tmp_path, ONCE + program, Limits(max_failures=max_failures))
     assert [each.verdict.exit_code for each in Attempts(RunDir(tmp_path / "run")).all() if each.verdict] == codes
     assert verdict.exit_code == codes[-1] and not RunDir(tmp_path / "run").lock_file.exists()
 
 
 @pytest.mark.slow
-def test_a_stop_request_that_comes_between_two_attempts_holds_for_the_next_one(tmp_path: Path) -> None:
+def test_a_stop_request_that_comes_between_two_attempts_holds_for_the_next_one(tmp_path):
     run = RunDir(tmp_path / "run")
     program = ONCE + "[ $n = 0 ] && exit 3; trap 'exit 75' TERM; sleep 60 & wait"
     verdict = attempts_in_place(tmp_path, program, Limits(max_failures=3), run.stop_file.touch)
@@ -414,15 +404,15 @@ def test_a_stop_request_that_comes_between_two_attempts_holds_for_the_next_one(t
 
 
 @pytest.mark.slow
-def test_a_folder_that_another_supervisor_took_between_two_attempts_is_left_to_it(tmp_path: Path) -> None:
+def test_a_folder_that_another_supervisor_took_between_two_attempts_is_left_to_it(tmp_path):
     run = RunDir(tmp_path / "run")
     verdict = attempts_in_place(tmp_path, "exit 3", Limits(max_failures=3), lambda: Attempts(run).begin())
     assert verdict.code is Code.IN_USE and len(Attempts(run).all()) == 2, "no third one fences it off"
 
 
 @pytest.mark.slow
-def test_what_cannot_begin_again_ends_with_the_verdict_on_the_attempt_before(tmp_path: Path) -> None:
-    def full() -> None:
+def test_what_cannot_begin_again_ends_with_the_verdict_on_the_attempt_before(tmp_path):
+    def full():
         (tmp_path / "run" / "STOP").mkdir()
         (tmp_path / "run" / "run.json").unlink()
         (tmp_path / "run" / "run.json").mkdir()
@@ -432,12 +422,12 @@ def test_what_cannot_begin_again_ends_with_the_verdict_on_the_attempt_before(tmp
 
 
 @pytest.mark.slow
-def test_a_stop_request_while_a_rank_fails_is_the_end(tmp_path: Path) -> None:
+def test_a_stop_request_while_a_rank_fails_is_the_end(tmp_path):
     verdict = attempts_in_place(tmp_path, ONCE + "touch run/STOP; exit 3", Limits(max_failures=3))
     assert len(Attempts(RunDir(tmp_path / "run")).all()) == 1 and verdict.action in (Action.STOP, Action.REQUEUE)
 
 
-def test_a_lost_node_that_is_lost_again_and_again_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_node_that_is_lost_again_and_again_is_given_up(tmp_path, monkeypatch):
     lost = failed_with(Code.NODE, "n2 was lost", "", host="n2")
     monkeypatch.setattr(WatchedAttempt, "run", lambda self: (lost, []))
     verdict = supervise(
@@ -446,9 +436,7 @@ def test_a_lost_node_that_is_lost_again_and_again_is_given_up(tmp_path: Path, mo
     assert verdict == lost and len(Attempts(RunDir(tmp_path)).all()) == 3
 
 
-def test_the_end_of_a_run_names_the_step_and_the_command_that_resumes_it(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_end_of_a_run_names_the_step_and_the_command_that_resumes_it(tmp_path, capfd):
     run, verdict = (
         RunDir(tmp_path),
         failed_with(Code.KILLED, "rank 1 on n1 was killed by SIGKILL", "see the ranks' logs"),
@@ -501,7 +489,7 @@ TWO_RANKS = f"{{rank}} sleep 60 & PMI_RANK=1 {{rank}} sleep 60 & until {BOTH_JOI
         ("exec {rank} bash -c 'kill -9 $PPID'", "rank 0 on"),
     ],
 )
-def test_who_killed_the_launcher_is_told_from_who_killed_a_rank(tmp_path: Path, program: str, named: str) -> None:
+def test_who_killed_the_launcher_is_told_from_who_killed_a_rank(tmp_path, program, named):
     rank = f"{shlex.quote(sys.executable)} -m hpctrain.programs.plain_command"
     ranks = 2 if "&" in program else 1
     words = ["bash", "-c", f"cd {shlex.quote(str(tmp_path))}; {program.replace('{rank}', rank)}"]
@@ -511,7 +499,7 @@ def test_who_killed_the_launcher_is_told_from_who_killed_a_rank(tmp_path: Path, 
     assert verdict.code is Code.KILLED
 
 
-def test_failures_of_an_earlier_command_use_up_no_tries(tmp_path: Path) -> None:
+def test_failures_of_an_earlier_command_use_up_no_tries(tmp_path):
     run = RunDir(tmp_path)
     run.create()
     for job in ("7", None, "8", "9"):
@@ -519,7 +507,7 @@ def test_failures_of_an_earlier_command_use_up_no_tries(tmp_path: Path) -> None:
         Attempts(run).end(number, failed_with(Code.EXCEPTION, "no", ""), [])
     make: Any = WatchedAttempt
 
-    def counted(first: int, *jobs: str) -> list[int]:
+    def counted(first, *jobs):
         return [
             each.number for each in make(None, run, 4, None, None, Limits(jobs=jobs), first=first).attempts_so_far()
         ]
@@ -530,7 +518,7 @@ def test_failures_of_an_earlier_command_use_up_no_tries(tmp_path: Path) -> None:
     assert counted(4, "7") == [1, 4]
 
 
-def test_the_reason_for_which_an_attempt_was_ended_stands(tmp_path: Path) -> None:
+def test_the_reason_for_which_an_attempt_was_ended_stands(tmp_path):
     attempt = watching(RunDir(tmp_path), limits=Limits(2.0))
     attempt.next_look = math.inf
     attempt.begin_stop(0.0, StopRequest.of_signal(signal.SIGINT))
@@ -540,11 +528,11 @@ def test_the_reason_for_which_an_attempt_was_ended_stands(tmp_path: Path) -> Non
         assert attempt.failure is not None and attempt.failure.reason == "ended at once by a second Ctrl-C"
 
 
-def test_a_launcher_that_cannot_be_started_is_a_failed_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_that_cannot_be_started_is_a_failed_attempt(tmp_path, monkeypatch):
     run = RunDir(tmp_path)
     run.create()
 
-    def no_process(*words: object, **options: object) -> None:
+    def no_process(*words, **options):
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
     monkeypatch.setattr(subprocess, "Popen", no_process)

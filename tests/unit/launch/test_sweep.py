@@ -38,7 +38,7 @@ def folders(points: list[Point]) -> dict[str, str]:
     return {point.label: point.run.path.name for point in points}
 
 
-def test_values_with_commas_are_combined(run_file: str) -> None:
+def test_values_with_commas_are_combined(run_file):
     found = points(run_file, *GRID, "--train.epochs", "3")
     assert folders(found) == {
         "optimizer.lr 0.001, seed 0": "0",
@@ -61,11 +61,11 @@ def test_values_with_commas_are_combined(run_file: str) -> None:
         (["--schedule.kind", "cosine,wsd", "--launch.slurm.partition", "a,b"], ["cosine", "wsd"]),
     ],
 )
-def test_lists_and_mappings_are_one_value(run_file: str, words: list[str], values: list[object]) -> None:
+def test_lists_and_mappings_are_one_value(run_file, words, values):
     assert [point.values[0][1] for point in points(run_file, *words)] == values
 
 
-def test_lines_of_a_file_are_points_too(run_file: str) -> None:
+def test_lines_of_a_file_are_points_too(run_file):
     Path("list").write_text("--train.steps 5\n--seed 3 --optimizer.name sgd\n")
     found = points_of(run_file, combinations(["--optimizer.lr", "0.1,0.2"], ["list"]))
     assert [(p.config.train.steps, p.config.seed, p.config.optimizer.lr) for p in found] == [
@@ -73,7 +73,7 @@ def test_lines_of_a_file_are_points_too(run_file: str) -> None:
     ]  # fmt: skip
 
 
-def test_points_keep_their_folders_when_a_sweep_grows_or_runs_on(run_file: str) -> None:
+def test_points_keep_their_folders_when_a_sweep_grows_or_runs_on(run_file):
     keep(points(run_file, *GRID))
     longer = points(run_file, *GRID, "--train.epochs", "9")
     assert list(folders(longer).values()) == ["0", "1", "2", "3"]
@@ -88,7 +88,7 @@ def test_points_keep_their_folders_when_a_sweep_grows_or_runs_on(run_file: str) 
     assert list(folders(narrow).values()) == ["2", "3"], "of the same rate, though it is not swept now"
 
 
-def test_points_of_another_run_get_other_folders(run_file: str) -> None:
+def test_points_of_another_run_get_other_folders(run_file):
     keep(points(run_file, *GRID))
     seeds = points(run_file, "--seed", "0,1")
     assert not set(folders(seeds).values()) & {"0", "1", "2", "3"}, "with the run file's rate"
@@ -106,19 +106,19 @@ def test_points_of_another_run_get_other_folders(run_file: str) -> None:
         (["--sed", "1,2"], "unknown option --sed", "--seed"),
     ],
 )
-def test_what_is_no_sweep_is_refused(run_file: str, words: list[str], what: str, fix: str) -> None:
+def test_what_is_no_sweep_is_refused(run_file, words, what, fix):
     with pytest.raises(UserError, match=what) as caught:
         points(run_file, *words)
     assert fix in caught.value.fix
 
 
-def test_the_folder_of_a_single_run_is_left_alone(run_file: str) -> None:
+def test_the_folder_of_a_single_run_is_left_alone(run_file):
     Path("runs/wave/attempts").mkdir(parents=True)
     with pytest.raises(UserError, match="is the folder of a single run"):
         points(run_file, *GRID)
 
 
-def test_elements_of_an_array_are_points(run_file: str) -> None:
+def test_elements_of_an_array_are_points(run_file):
     Path("lines").write_text("# two\n--seed 3 --task_args.of 'a b'\n\n--seed 4  # the second\n")
     found = elements(run_file, ["--launch.slurm.partition", "a,b"], ["optimizer.lr=0.1,0.2", "lines"])
     shown = [(each.optimizer.lr, each.seed, each.task_args.get("of"), each.name) for each in found]
@@ -130,7 +130,7 @@ def test_elements_of_an_array_are_points(run_file: str) -> None:
     assert elements(run_file, [], []) == []
 
 
-def test_elements_of_a_moved_array_are_in_its_folder(tmp_path: Path) -> None:
+def test_elements_of_a_moved_array_are_in_its_folder(tmp_path):
     (moved := tmp_path / "moved").mkdir()
     (moved / "run.yaml").write_text(f"name: wave\nrun_dir: {tmp_path}/gone\nlaunch: {{command: [sh]}}\n")
     for overrides, folder in ([], "moved"), ([f"--run_dir={tmp_path}/other"], "other"):
@@ -138,7 +138,7 @@ def test_elements_of_a_moved_array_are_in_its_folder(tmp_path: Path) -> None:
         assert [each.run_dir for each in found] == [f"{tmp_path}/{folder}/{index}" for index in (0, 1)]
 
 
-def test_a_long_list_of_values_is_no_file(run_file: str) -> None:
+def test_a_long_list_of_values_is_no_file(run_file):
     seeds = ",".join(map(str, range(150)))
     assert len(elements(run_file, [], [f"seed={seeds}"])) == 150
 
@@ -147,7 +147,7 @@ def test_a_long_list_of_values_is_no_file(run_file: str) -> None:
     ("text", "what"),
     [(None, "No such file"), ("--name 'a\n", "No closing quotation"), ("# nothing\n", "names no runs")],
 )
-def test_files_of_no_runs_are_refused(run_file: str, text: str | None, what: str) -> None:
+def test_files_of_no_runs_are_refused(run_file, text, what):
     if text is not None:
         Path("list").write_text(text)
     with pytest.raises(UserError, match=what):

@@ -1,7 +1,5 @@
 """Keys of launch that an engine does not read are named."""
 
-from __future__ import annotations
-
 import dataclasses
 import typing
 from pathlib import Path
@@ -46,20 +44,20 @@ UNREAD = {
 }
 
 
-def test_each_engine_and_each_key_is_known() -> None:
+def test_each_engine_and_each_key_is_known():
     engines = typing.get_args(typing.get_args(typing.get_type_hints(LaunchConfig)["engine"])[0])
     assert set(UNREAD) == set(engines)
     assert {key.partition(".")[0] for key in READERS} <= {field.name for field in dataclasses.fields(LaunchConfig)}
 
 
 @pytest.mark.parametrize("engine", UNREAD)
-def test_keys_that_an_engine_does_not_read(engine: str) -> None:
+def test_keys_that_an_engine_does_not_read(engine):
     assert set(unread(OTHER, engine)) == {f"launch.{key}" for key in UNREAD[engine]}
     assert not list(unread(LaunchConfig(), engine))
 
 
 @pytest.mark.parametrize("engine", SYSTEMS)
-def test_what_an_earlier_start_has_noted_is_not_the_users(engine: str) -> None:
+def test_what_an_earlier_start_has_noted_is_not_the_users(engine):
     assert not list(unread(LaunchConfig(remote_shell=SYSTEMS[engine].remote_shell), engine))
 
 
@@ -73,14 +71,14 @@ def test_what_an_earlier_start_has_noted_is_not_the_users(engine: str) -> None:
     ],
 )
 def test_they_are_named(
-    command: list[str],
-    launch: str,
-    said: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def starts_none(*_: object) -> None:
+    command,
+    launch,
+    said,
+    tmp_path,
+    capsys,
+    monkeypatch,
+):
+    def starts_none(*_):
         raise UserError("no host", "none")
 
     monkeypatch.chdir(tmp_path)

@@ -26,7 +26,7 @@ from hpctrain.comm.world import alone
 from hpctrain.config.sections import MonitorConfig
 from hpctrain.monitor import rank_monitor, shared
 from hpctrain.monitor.chief.finding import NodeCommand
-from hpctrain.monitor.connection import Connection, Door, DoorLimits, connect, listen
+from hpctrain.monitor.connection import Door, DoorLimits, connect, listen
 from hpctrain.monitor.framing import Message
 from hpctrain.monitor.node import death_watch
 from hpctrain.monitor.node.agent import AgentPlan, ChiefAgent, Inputs
@@ -127,7 +127,7 @@ def drive(nodes: list[Node], steps: int, slow: int, extra_s: float, first: int =
 
 
 @pytest.mark.slow
-def test_the_first_node_judges_what_the_other_reports(nodes: list[Node], tmp_path: Path) -> None:
+def test_the_first_node_judges_what_the_other_reports(nodes, tmp_path):
     drive(nodes, 400, slow=5, extra_s=0.03)
     wait_for("verdict", (tmp_path / "monitor" / "events.jsonl").exists)
     for node in nodes:
@@ -143,7 +143,7 @@ def test_the_first_node_judges_what_the_other_reports(nodes: list[Node], tmp_pat
 
 
 @pytest.mark.slow
-def test_intruders_neither_blind_nor_end_a_healthy_run(nodes: list[Node], tmp_path: Path) -> None:
+def test_intruders_neither_blind_nor_end_a_healthy_run(nodes, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
@@ -166,13 +166,13 @@ def test_intruders_neither_blind_nor_end_a_healthy_run(nodes: list[Node], tmp_pa
     assert [(event["event"], event["rank"]) for event in events] == [("straggler", 5)]
 
 
-def test_a_connection_that_breaks_while_the_first_node_sends_can_come_again() -> None:
+def test_a_connection_that_breaks_while_the_first_node_sends_can_come_again():
     node = SimpleNamespace(plan=SimpleNamespace(node=0), alarmed=False, new_lives=lambda: [], poll=lambda now: [])
     chief = SimpleNamespace(receive=lambda message, now: [], tick=lambda now: [], open_hang=None)
     with listen(LOOPBACK) as listener:
         first = ChiefAgent(node, chief, Door(listener, b"t", 1024, DoorLimits()))  # type: ignore[arg-type]
 
-        def meet() -> Connection:
+        def meet():
             other = connect([LOOPBACK], listener.getsockname()[1], b"t", 0.0)
             assert other is not None
             other.send(Message("beat", {"node": 1}))
@@ -195,9 +195,7 @@ def test_a_connection_that_breaks_while_the_first_node_sends_can_come_again() ->
         first.inputs.selector.close()
 
 
-def test_a_folder_that_cannot_be_written_costs_the_monitor_only(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_cannot_be_written_costs_the_monitor_only(tmp_path, capsys):
     (tmp_path / "run").touch()
     with rank_monitor.start(alone(), tmp_path / "run") as monitor:
         assert monitor.agent is None
@@ -205,7 +203,7 @@ def test_a_folder_that_cannot_be_written_costs_the_monitor_only(
     assert "not watching this run" in capsys.readouterr().err
 
 
-def test_nothing_of_the_monitor_outlives_a_run_in_a_process_that_goes_on(tmp_path: Path) -> None:
+def test_nothing_of_the_monitor_outlives_a_run_in_a_process_that_goes_on(tmp_path):
     with rank_monitor.start(alone(), tmp_path) as monitor:
         assert monitor.agent is not None
         started = wait_for("process that notes deaths", psutil.Process(monitor.agent.pid).children)
@@ -219,7 +217,7 @@ def runs(process: psutil.Process) -> bool:
     return False
 
 
-def test_a_rank_with_thousands_of_open_files_awaits_its_agent(tmp_path: Path) -> None:
+def test_a_rank_with_thousands_of_open_files_awaits_its_agent(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
     with contextlib.ExitStack() as stack:
@@ -232,7 +230,7 @@ def test_a_rank_with_thousands_of_open_files_awaits_its_agent(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_the_other_node_lives_on_without_the_first(nodes: list[Node]) -> None:
+def test_the_other_node_lives_on_without_the_first(nodes):
     drive(nodes, 40, slow=0, extra_s=0.0)
     nodes[0].agent.kill()
     drive(nodes, 100, slow=0, extra_s=0.0)
@@ -241,7 +239,7 @@ def test_the_other_node_lives_on_without_the_first(nodes: list[Node]) -> None:
     assert nodes[1].agent.wait(PATIENCE_S) == 0
 
 
-def test_a_python_that_knows_no_pidfds_watches_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_that_knows_no_pidfds_watches_all_the_same(monkeypatch):
     monkeypatch.delattr(os, "pidfd_open")
     layout = RingLayout(1, 1024)
     handle, path = shared.create(layout)
@@ -255,9 +253,7 @@ def test_a_python_that_knows_no_pidfds_watches_all_the_same(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("has_died", [False, True])
-def test_who_notes_deaths_outlives_the_others_if_there_is_one_to_note(
-    monkeypatch: pytest.MonkeyPatch, has_died: bool
-) -> None:
+def test_who_notes_deaths_outlives_the_others_if_there_is_one_to_note(monkeypatch, has_died):
     layout = RingLayout(ranks=2, rows=16)
     handle, path = shared.create(layout)
     os.unlink(path)
@@ -282,9 +278,7 @@ def test_who_notes_deaths_outlives_the_others_if_there_is_one_to_note(
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfds")
 @pytest.mark.parametrize("killed", [0, 1])
 @pytest.mark.parametrize("first", [0, 1])
-def test_of_ranks_that_end_together_the_one_that_no_launcher_has_ended_is_noted_first(
-    monkeypatch: pytest.MonkeyPatch, killed: int, first: int
-) -> None:
+def test_of_ranks_that_end_together_the_one_that_no_launcher_has_ended_is_noted_first(monkeypatch, killed, first):
     ranks, noted = [subprocess.Popen(["sleep", "600"]) for _ in range(2)], []
     lives, (agent, still_there) = {rank.pid: os.pidfd_open(rank.pid) for rank in ranks}, os.pipe()
     for number in (first, 1 - first):
@@ -302,13 +296,11 @@ def test_of_ranks_that_end_together_the_one_that_no_launcher_has_ended_is_noted_
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfds")
 @pytest.mark.parametrize("reaped", [False, True])
-def test_a_death_is_noted_as_alone_if_the_other_ranks_and_the_agent_live_then(
-    monkeypatch: pytest.MonkeyPatch, reaped: bool
-) -> None:
+def test_a_death_is_noted_as_alone_if_the_other_ranks_and_the_agent_live_then(monkeypatch, reaped):
     ranks, noted = [subprocess.Popen(["sleep", "600"]) for _ in range(3)], []
     lives, (agent, still_there) = {rank.pid: os.pidfd_open(rank.pid) for rank in ranks}, os.pipe()
 
-    def note(node: object, *death: object) -> None:
+    def note(node, *death):
         noted.append(death)
         for rank in ranks:
             rank.kill()
@@ -333,14 +325,14 @@ def test_a_death_is_noted_as_alone_if_the_other_ranks_and_the_agent_live_then(
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfds")
 def test_a_rank_that_the_kernel_still_ends_is_awaited_before_its_victims_death_is_noted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     ranks, noted = [subprocess.Popen(["sleep", "600"]) for _ in range(2)], []
     lives, (agent, still_there) = {rank.pid: os.pidfd_open(rank.pid) for rank in ranks}, os.pipe()
     ranks[0].terminate()
     wait_for("its end", lambda: processes.look(ranks[0].pid, 0) == "Z")
 
-    def is_ending(pid: int) -> bool:
+    def is_ending(pid):
         ranks[1].kill()  # as if it had been under way
         return pid == ranks[1].pid
 
@@ -357,9 +349,7 @@ def test_a_rank_that_the_kernel_still_ends_is_awaited_before_its_victims_death_i
 
 
 @pytest.mark.parametrize("agent_dies", [False, True])
-def test_no_death_escapes_an_agent_that_says_that_it_watches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent_dies: bool
-) -> None:
+def test_no_death_escapes_an_agent_that_says_that_it_watches(tmp_path, monkeypatch, agent_dies):
     (tmp_path / "monitor").mkdir()
     monkeypatch.setenv(RUN_DIR, str(tmp_path))
     monkeypatch.setenv(ATTEMPT, "1")

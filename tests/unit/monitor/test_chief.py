@@ -78,7 +78,7 @@ def hear(chief: Chief, age: float, now: float = 100.0, nodes: int = 4) -> None:
         chief.receive(beat(node, Phase.BACKWARD, age), now)
 
 
-def test_a_slow_rank_becomes_a_sentence_and_an_event(tmp_path: Path) -> None:
+def test_a_slow_rank_becomes_a_sentence_and_an_event(tmp_path):
     chief, said = chief_in(tmp_path)
     trace = traces.slowed(traces.simulated(8, 640, np.random.default_rng(1)), 3, Phase.DATA, 0.3, 200)
     commands = [
@@ -93,9 +93,7 @@ def test_a_slow_rank_becomes_a_sentence_and_an_event(tmp_path: Path) -> None:
     assert {"time", "step", "attempt", "slowdown", "cost"} <= event.keys()
 
 
-def test_the_end_of_a_finding_that_blames_no_rank_is_said_only_if_it_lasted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_of_a_finding_that_blames_no_rank_is_said_only_if_it_lasted(tmp_path, monkeypatch):
     """A run of 12 s was told that its ranks are equally fast now."""
     chief, said = chief_in(tmp_path)
     clock = [1000.0]
@@ -110,16 +108,14 @@ def test_the_end_of_a_finding_that_blames_no_rank_is_said_only_if_it_lasted(
 
 
 @pytest.mark.parametrize("kind", [Kind.ROTATING, Kind.IMBALANCE, Kind.GLOBAL])
-def test_what_the_first_minute_shows_of_all_ranks_is_said_only_if_it_lasts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
-) -> None:
+def test_what_the_first_minute_shows_of_all_ranks_is_said_only_if_it_lasts(tmp_path, monkeypatch, kind):
     """A training of 1.2 s was told that pauses on changing ranks cost 11% of its time."""
     clock = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     chief, said = chief_in(tmp_path)
     window = next(iter(traces.simulated(8, 640, np.random.default_rng(1)).windows()))
 
-    def judged(at: float, *found: Finding) -> list[str]:
+    def judged(at, *found):
         clock[0], before = 1000.0 + at, len(said)
         monkeypatch.setattr(chief.stragglers.judge, "judge", lambda _: list(found))
         chief.stragglers.decide(window)
@@ -136,7 +132,7 @@ def test_what_the_first_minute_shows_of_all_ranks_is_said_only_if_it_lasts(
     assert judged(59.0) == [] and len(judged(61.0)) == 1 and judged(70.0) == []
 
 
-def test_a_silent_node_does_not_stop_the_judging(tmp_path: Path) -> None:
+def test_a_silent_node_does_not_stop_the_judging(tmp_path):
     chief, _ = chief_in(tmp_path)
     trace = traces.slowed(traces.simulated(8, 960, np.random.default_rng(2)), 2, Phase.DATA, 0.3, 200)
     for window in trace.windows():
@@ -146,7 +142,7 @@ def test_a_silent_node_does_not_stop_the_judging(tmp_path: Path) -> None:
     assert len(chief.stragglers.pending) <= 8
 
 
-def test_a_slow_host_with_evidence_is_excluded_and_only_one_an_attempt(tmp_path: Path) -> None:
+def test_a_slow_host_with_evidence_is_excluded_and_only_one_an_attempt(tmp_path):
     chief, said = chief_in(tmp_path, action="exclude_on_requeue")
     line = "processors throttled 12 times for heat"
     for window in slow_host().windows():
@@ -164,7 +160,7 @@ def test_a_slow_host_with_evidence_is_excluded_and_only_one_an_attempt(tmp_path:
 
 
 @pytest.mark.parametrize("case", ["no evidence", "report", "data"])
-def test_nothing_is_excluded_without_evidence_leave_or_a_cause_of_the_host(tmp_path: Path, case: str) -> None:
+def test_nothing_is_excluded_without_evidence_leave_or_a_cause_of_the_host(tmp_path, case):
     chief, _ = chief_in(tmp_path, action="report" if case == "report" else "exclude_on_requeue")
     trace = slow_host()
     if case == "data":
@@ -181,7 +177,7 @@ def test_nothing_is_excluded_without_evidence_leave_or_a_cause_of_the_host(tmp_p
     assert bad_nodes.of_run(RunDir(tmp_path)).entries(0.0) == []
 
 
-def test_a_hang_asks_for_stacks_then_reports_and_ends_the_ranks(tmp_path: Path) -> None:
+def test_a_hang_asks_for_stacks_then_reports_and_ends_the_ranks(tmp_path):
     chief, said = chief_in(tmp_path, hang_s=10, on_hang="abort")
     hear(chief, 11, nodes=3)
     chief.receive(beat(3, Phase.FORWARD, 11, "R"), 100.0)
@@ -203,9 +199,7 @@ def test_a_hang_asks_for_stacks_then_reports_and_ends_the_ranks(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("noted", "at", "named"), [("1.0 7 -9\n", 100.3, [7]), ("", 102.2, [6, 7])])
-def test_in_a_supervised_run_the_note_of_a_death_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noted: str, at: float, named: list[int]
-) -> None:
+def test_in_a_supervised_run_the_note_of_a_death_is_waited_for(tmp_path, monkeypatch, noted, at, named):
     monkeypatch.setenv(RUN_DIR, str(tmp_path))
     monkeypatch.setenv(ATTEMPT, "1")
     chief, _ = chief_in(tmp_path)
@@ -221,9 +215,7 @@ def test_in_a_supervised_run_the_note_of_a_death_is_waited_for(
 @pytest.mark.parametrize(
     ("noted", "named"), [("2.0 6\n1.0 7\n", [7]), ("2.0 6\n1.0 7 -15\n", [6]), ("1.0 0\n", [6, 7]), ("", [6, 7])]
 )
-def test_of_ranks_that_are_found_dead_together_the_one_noted_first_is_named(
-    tmp_path: Path, noted: str, named: list[int]
-) -> None:
+def test_of_ranks_that_are_found_dead_together_the_one_noted_first_is_named(tmp_path, noted, named):
     chief, said = chief_in(tmp_path)
     (tmp_path / "monitor" / "deaths-1-n1.txt").write_text(noted)
     hear(chief, 1, nodes=3)
@@ -234,7 +226,7 @@ def test_of_ranks_that_are_found_dead_together_the_one_noted_first_is_named(
     assert said[0].count("has died without notice") == len(named)
 
 
-def test_stacks_that_do_not_come_do_not_hold_up_the_report(tmp_path: Path) -> None:
+def test_stacks_that_do_not_come_do_not_hold_up_the_report(tmp_path):
     chief, _ = chief_in(tmp_path, hang_s=10, on_hang="report")
     hear(chief, 11)
     assert chief.tick(100.1)
@@ -245,7 +237,7 @@ def test_stacks_that_do_not_come_do_not_hold_up_the_report(tmp_path: Path) -> No
     assert "did not answer" in (tmp_path / event["healthy"][0]["stack"]).read_text()
 
 
-def test_the_live_view_holds_the_last_window_and_what_is_said(tmp_path: Path) -> None:
+def test_the_live_view_holds_the_last_window_and_what_is_said(tmp_path):
     chief, _ = chief_in(tmp_path)
     feed(chief, slow_host())
     chief.close()
@@ -255,7 +247,7 @@ def test_the_live_view_holds_the_last_window_and_what_is_said(tmp_path: Path) ->
     assert any("host n2 (ranks 4-5) is" in verdict for verdict in view["verdicts"])
 
 
-def test_the_heat_map_is_bounded_and_the_report_shows_it(tmp_path: Path) -> None:
+def test_the_heat_map_is_bounded_and_the_report_shows_it(tmp_path):
     picture = Heat(2000, 32)
     values = np.zeros(2000)
     for index in range(3000):
@@ -270,7 +262,7 @@ def test_the_heat_map_is_bounded_and_the_report_shows_it(tmp_path: Path) -> None
     assert shown is not None and np.nanmax(shown) == pytest.approx(0.3, abs=0.01)
 
 
-def test_a_full_disk_costs_events_not_the_monitor(tmp_path: Path) -> None:
+def test_a_full_disk_costs_events_not_the_monitor(tmp_path):
     chief, said = chief_in(tmp_path)
     (tmp_path / "monitor").rmdir()
     feed(chief, slow_host())
@@ -279,7 +271,7 @@ def test_a_full_disk_costs_events_not_the_monitor(tmp_path: Path) -> None:
         assert any(what in text for text in said)
 
 
-def test_a_full_disk_keeps_no_hung_rank_alive(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_no_hung_rank_alive(tmp_path):
     chief, said = chief_in(tmp_path, hang_s=10, on_hang="abort")
     (tmp_path / "monitor").rmdir()
     hear(chief, 11)
@@ -288,7 +280,7 @@ def test_a_full_disk_keeps_no_hung_rank_alive(tmp_path: Path) -> None:
     assert any("cannot write stacks" in text for text in said)
 
 
-def test_a_full_disk_excludes_nobody_and_ends_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_excludes_nobody_and_ends_nothing(tmp_path):
     chief, said = chief_in(tmp_path, action="exclude_on_requeue")
     chief.receive(Message("findings", {"node": 2, "host": ["throttled"], "ranks": {}}), time.monotonic())
     (tmp_path / "monitor").rmdir()
@@ -296,7 +288,7 @@ def test_a_full_disk_excludes_nobody_and_ends_nothing(tmp_path: Path) -> None:
     assert any("cannot exclude n2" in text for text in said)
 
 
-def test_a_node_that_falls_silent_is_the_culprit(tmp_path: Path) -> None:
+def test_a_node_that_falls_silent_is_the_culprit(tmp_path):
     chief, _ = chief_in(tmp_path, hang_s=20)
     hear(chief, 1)
     assert chief.tick(100.1) == []
@@ -309,7 +301,7 @@ def test_a_node_that_falls_silent_is_the_culprit(tmp_path: Path) -> None:
     ]
 
 
-def test_a_host_that_cannot_be_reached_is_told_and_ends_nothing(tmp_path: Path) -> None:
+def test_a_host_that_cannot_be_reached_is_told_and_ends_nothing(tmp_path):
     chief, said = chief_in(tmp_path, hang_s=20)
     chief.cut_off(3)
     assert said == [], "nothing is known of its ranks yet"
@@ -323,7 +315,7 @@ def test_a_host_that_cannot_be_reached_is_told_and_ends_nothing(tmp_path: Path) 
     assert len(said) == 1, "ranks that have ended are not missed"
 
 
-def test_ranks_that_were_never_heard_of_do_not_stop_the_watching(tmp_path: Path) -> None:
+def test_ranks_that_were_never_heard_of_do_not_stop_the_watching(tmp_path):
     chief, said = chief_in(tmp_path, hang_s=10)
     for now in (100.0, 130.0, 170.0):
         hear(chief, now - 90, now, nodes=3)
@@ -339,7 +331,7 @@ def look(chief: Chief, now: float, ages: dict[int, float], state: str = "S") -> 
     chief.tick(now)
 
 
-def test_time_in_which_the_observer_was_stopped_is_no_silence(tmp_path: Path) -> None:
+def test_time_in_which_the_observer_was_stopped_is_no_silence(tmp_path):
     chief, _ = chief_in(tmp_path, hang_s=20)
     look(chief, 100.0, {0: 1.0})
     chief.observer_stopped(100.1, 226.0)
@@ -353,7 +345,7 @@ def test_time_in_which_the_observer_was_stopped_is_no_silence(tmp_path: Path) ->
     assert chief.open_hang is not None and chief.open_hang.hang.silence_s == pytest.approx(147 - 125.9)
 
 
-def test_a_run_whose_ranks_are_all_stopped_is_suspended_not_hung(tmp_path: Path) -> None:
+def test_a_run_whose_ranks_are_all_stopped_is_suspended_not_hung(tmp_path):
     chief, said = chief_in(tmp_path, hang_s=20)
     look(chief, 100.0, {0: 1.0})
     for second in range(101, 227):
@@ -365,7 +357,7 @@ def test_a_run_whose_ranks_are_all_stopped_is_suspended_not_hung(tmp_path: Path)
     assert chief.open_hang is not None, "it did not go on afterwards"
 
 
-def test_what_lies_between_beats_and_looks_is_part_of_a_suspension(tmp_path: Path) -> None:
+def test_what_lies_between_beats_and_looks_is_part_of_a_suspension(tmp_path):
     """Ranks stop at 100.0 and continue at 108.1; they are seen stopped from 101.8 on, and running at 108.8."""
     chief, _ = chief_in(tmp_path, hang_s=2.5)
     look(chief, 99.9, {0: 0.0})
@@ -379,7 +371,7 @@ def test_what_lies_between_beats_and_looks_is_part_of_a_suspension(tmp_path: Pat
     assert chief.open_hang is not None and chief.open_hang.hang.silence_s == pytest.approx(111.5 - 108.8)
 
 
-def test_a_hang_is_found_between_suspensions(tmp_path: Path) -> None:
+def test_a_hang_is_found_between_suspensions(tmp_path):
     """The run hangs from 100.0 on, and gets each second half of ten seconds, as under gang scheduling."""
     chief, _ = chief_in(tmp_path, hang_s=12)
     for second in range(100, 160):
@@ -389,7 +381,7 @@ def test_a_hang_is_found_between_suspensions(tmp_path: Path) -> None:
     assert chief.open_hang is not None and chief.open_hang.hang.silence_s < 15
 
 
-def test_one_stopped_rank_is_a_hang_all_the_same(tmp_path: Path) -> None:
+def test_one_stopped_rank_is_a_hang_all_the_same(tmp_path):
     chief, _ = chief_in(tmp_path, hang_s=20)
     for second in range(100, 125):
         for node in range(4):
@@ -405,7 +397,7 @@ def devices(node: int, *broken: str) -> Message:
     return Message("devices", {"node": node, "joules": {"gpu": 100.0}, "ranks": [row], "broken": list(broken)})
 
 
-def test_energy_and_gpus_become_an_event_and_part_of_the_live_view(tmp_path: Path) -> None:
+def test_energy_and_gpus_become_an_event_and_part_of_the_live_view(tmp_path):
     chief, _ = chief_in(tmp_path)
     for node in (0, 1, 1):
         chief.receive(devices(node), 0.0)
@@ -423,7 +415,7 @@ def test_energy_and_gpus_become_an_event_and_part_of_the_live_view(tmp_path: Pat
     assert [one["peak_bytes"] for one in live["devices"]] == [2**30, 2**30]
 
 
-def test_a_host_whose_gpu_is_broken_is_excluded_whatever_the_action(tmp_path: Path) -> None:
+def test_a_host_whose_gpu_is_broken_is_excluded_whatever_the_action(tmp_path):
     chief, said = chief_in(tmp_path)
     chief.receive(devices(2, "GPU 3: fell off the bus (Xid 79)"), 0.0)
     [event] = events_of(tmp_path)
@@ -434,7 +426,7 @@ def test_a_host_whose_gpu_is_broken_is_excluded_whatever_the_action(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("ranks", "events"), [(16, 6), (8000, 1)])
-def test_rows_of_many_ranks_do_not_fill_the_disk(ranks: int, events: int, tmp_path: Path) -> None:
+def test_rows_of_many_ranks_do_not_fill_the_disk(ranks, events, tmp_path):
     chief, _ = chief_in(tmp_path)
     chief.devices.ranks |= {rank: RankDevice(rank, "n0") for rank in range(ranks)}
     begin = chief.devices.next_event

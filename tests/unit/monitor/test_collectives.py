@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,12 +52,12 @@ GRID = {"data": [0, 2], "tensor": [0, 1]}, {"data": [1, 3], "tensor": [0, 1]}, {
         ({}, ""),
     ],
 )
-def test_the_missing_rank_is_named(dumps: dict[int, dict[str, Any]], missing: str) -> None:
+def test_the_missing_rank_is_named(dumps, missing):
     assert who_is_missing({rank: list(collectives_in(one)) for rank, one in dumps.items()}) == missing
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"{}", b'{"pg_config": {}, "entries": [{}]}', b"\x80\x04."])
-def test_damaged_files_are_left_out(tmp_path: Path, damage: bytes) -> None:
+def test_damaged_files_are_left_out(tmp_path, damage):
     run = RunDir(tmp_path)
     run.monitor.mkdir()
     run.collectives(1, 0).write_bytes(damage)

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -121,7 +120,7 @@ def agent_gets_in(keeper: Keeper, seconds_a_turn: float = 0.01) -> bool:
 
 
 @pytest.mark.parametrize("says", [b"", b"h", new_hello()], ids=["nothing", "a byte", "a hello"])
-def test_idle_connections_are_few_and_keep_nobody_out(many_files: None, says: bytes) -> None:
+def test_idle_connections_are_few_and_keep_nobody_out(many_files, says):
     with keeping(DoorLimits()) as keeper:
         with contextlib.ExitStack() as stack:
             for _ in range(INTRUDERS // 50):
@@ -135,7 +134,7 @@ def test_idle_connections_are_few_and_keep_nobody_out(many_files: None, says: by
         assert not keeper.door.strangers
 
 
-def test_intruders_of_many_addresses_wait_outside_and_not_for_long(many_files: None) -> None:
+def test_intruders_of_many_addresses_wait_outside_and_not_for_long(many_files):
     limits = DoorLimits(strangers=40, strangers_of_address=16)
     with keeping(limits) as keeper, contextlib.ExitStack() as stack:
         for address in range(2, 8):
@@ -145,7 +144,7 @@ def test_intruders_of_many_addresses_wait_outside_and_not_for_long(many_files: N
         assert agent_gets_in(keeper, limits.hurry_s / 10)
 
 
-def test_who_proves_nothing_is_sent_away_in_time() -> None:
+def test_who_proves_nothing_is_sent_away_in_time():
     limits = DoorLimits(patience_s=10)
     with keeping(limits) as keeper, idle(keeper.port, 3, new_hello()) as streams:
         keeper.turn()
@@ -158,14 +157,14 @@ def test_who_proves_nothing_is_sent_away_in_time() -> None:
             assert b"" in (stream.recv(4096), stream.recv(4096), stream.recv(4096))
 
 
-def test_connections_leave_descriptors_for_looking() -> None:
+def test_connections_leave_descriptors_for_looking():
     limits = DoorLimits(reserved_descriptors=100)
     with keeping(limits, descriptors=105) as keeper, idle(keeper.port, 12):
         keeper.turn()
         assert len(keeper.door.strangers) == 5
 
 
-def test_without_descriptors_the_door_rests_and_opens_again() -> None:
+def test_without_descriptors_the_door_rests_and_opens_again():
     with keeping(DoorLimits()) as keeper, idle(keeper.port, 1):
         with no_descriptors():
             assert keeper.door.accept(0.0, 0) == []
@@ -180,7 +179,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
         started.kill()
 
 
-def test_a_look_tells_the_dead_from_those_that_cannot_be_seen(child: subprocess.Popen[bytes]) -> None:
+def test_a_look_tells_the_dead_from_those_that_cannot_be_seen(child):
     with no_descriptors():
         assert processes.look(child.pid, 1.0) == processes.UNSEEN
     child.kill()
@@ -188,14 +187,14 @@ def test_a_look_tells_the_dead_from_those_that_cannot_be_seen(child: subprocess.
     assert processes.look(child.pid, 1.0) == processes.GONE
 
 
-def test_a_look_knows_a_number_that_another_process_has_now(child: subprocess.Popen[bytes]) -> None:
+def test_a_look_knows_a_number_that_another_process_has_now(child):
     born = processes.birth(child.pid)
     assert processes.look(child.pid, born) in "RSD"
     assert processes.look(child.pid, born + 1) == processes.GONE
     assert processes.look(child.pid, 0.0) in "RSD", "its start is not known"
 
 
-def test_an_observer_that_cannot_look_reports_no_death() -> None:
+def test_an_observer_that_cannot_look_reports_no_death():
     layout = RingLayout(2, 64)
     handle, path = shared.create(layout)
     os.unlink(path)
@@ -240,11 +239,11 @@ OWN = [network("10.0.1.1", 1000), network("192.168.7.1", 100_000), network("172.
     ],
     ids=["the fastest", "all hosts are on it", "a bridge of the same number is none", "the same host", "unknown"],
 )
-def test_the_first_node_listens_on_the_jobs_network_only(others: list[list[str]], address: str | None) -> None:
+def test_the_first_node_listens_on_the_jobs_network_only(others, address):
     assert meeting_address(OWN, others) == address
 
 
-def test_a_fast_network_comes_before_ethernet_whatever_its_speed(tmp_path: Path) -> None:
+def test_a_fast_network_comes_before_ethernet_whatever_its_speed(tmp_path):
     slow, infiniband = network("10.0.1.1", 100_000), dataclasses.replace(network("10.4.0.1"), fast=True)
     assert meeting_address([slow, infiniband], [["10.0.1.2", "10.4.0.2"]]) == "10.4.0.1"
     for name, kind in (("ib0", "32"), ("eth0", "1")):
@@ -253,12 +252,12 @@ def test_a_fast_network_comes_before_ethernet_whatever_its_speed(tmp_path: Path)
     assert [is_fast(name, tmp_path) for name in ("ib0", "eth0", "hsn0", "gone")] == [True, False, True, False]
 
 
-def test_a_listener_is_bound_to_its_address() -> None:
+def test_a_listener_is_bound_to_its_address():
     with listen(LOOPBACK) as listener:
         assert listener.getsockname()[0] == LOOPBACK
 
 
-def test_an_agent_takes_nothing_for_the_first_nodes_that_is_not() -> None:
+def test_an_agent_takes_nothing_for_the_first_nodes_that_is_not():
     with listen(LOOPBACK) as false_chief:
         agent = connect([LOOPBACK], false_chief.getsockname()[1], TOKEN, 0.0)
         assert agent is not None

@@ -57,7 +57,7 @@ def four_gpus(forbidden: int, errors: list[tuple[int, int]]) -> ModuleType:
     return nvml
 
 
-def test_a_gpu_is_read_and_one_that_may_not_be_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_read_and_one_that_may_not_be_hides_no_other(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", four_gpus(1, [(8, 79), (2, 0)]))
     monkeypatch.setenv("SLURM_STEP_GPUS", "0,1,3")
     nvml = Nvml()
@@ -79,13 +79,11 @@ def test_a_gpu_is_read_and_one_that_may_not_be_hides_no_other(monkeypatch: pytes
     [({"EventReasons": 64}, ("heat (hardware)",)), ({"EventReasons": None, "ThrottleReasons": 32}, ("heat",))],
     ids=["CUDA 14", "a driver before 535"],
 )
-def test_reasons_for_lower_clocks_have_two_names(
-    known: dict[str, int | None], slowed: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reasons_for_lower_clocks_have_two_names(known, slowed, monkeypatch):
     made = four_gpus(1, [])
     del vars(made)["nvmlDeviceGetCurrentClocksThrottleReasons"]
 
-    def reasons(found: int | None) -> int:
+    def reasons(found):
         if found is None:
             raise Unreadable("Function Not Found")
         return found
@@ -96,7 +94,7 @@ def test_reasons_for_lower_clocks_have_two_names(
     assert {gpu.slowed for gpu in Nvml().read()} == {slowed}
 
 
-def test_a_gpu_that_no_rank_is_on_is_another_jobs() -> None:
+def test_a_gpu_that_no_rank_is_on_is_another_jobs():
     gpus = [GpuReading(index, place_of(f"0000:{index:02x}:00.0"), joules=5.0) for index in (1, 2, 3)]
     heads = np.zeros((2, HEADER))
     assert used(gpus, heads) == gpus, "no rank knows its own"
@@ -104,8 +102,8 @@ def test_a_gpu_that_no_rank_is_on_is_another_jobs() -> None:
     assert used(gpus, heads) == gpus[2:]
 
 
-def test_a_gpu_that_is_gone_is_broken_even_without_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost(events: list[int], timeout_ms: int) -> SimpleNamespace:
+def test_a_gpu_that_is_gone_is_broken_even_without_an_event(monkeypatch):
+    def lost(events, timeout_ms):
         error = Unreadable("GPU is lost")
         error.value = 15 if 2 in events else 10  # type: ignore[attr-defined]
         raise error
@@ -118,21 +116,21 @@ def test_a_gpu_that_is_gone_is_broken_even_without_an_event(monkeypatch: pytest.
     assert [gpu.broken for gpu in nvml.read()] == ["", "", ""], "once"
 
 
-def test_a_gpu_whose_clock_is_unknown_is_described_too() -> None:
+def test_a_gpu_whose_clock_is_unknown_is_described_too():
     assert list(remarks([GpuReading(0, 0, slowed=("heat",))])) == ["GPU 0 is slowed down: heat"]
 
 
-def test_without_nvml_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nvml_there_are_no_gpus(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setitem(sys.modules, "amdsmi", None)
     assert open_gpus().read() == ()
 
 
-def test_amds_gpus_are_read_where_there_is_no_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_amds_gpus_are_read_where_there_is_no_nvml(monkeypatch):
     """Keys of ROCm 6.2 and later; MI300s report no average power."""
     wrong = {"uncorrectable_count": 2}
 
-    def unsupported(*given: int) -> dict[str, float]:
+    def unsupported(*given):
         raise Unreadable("AMDSMI_STATUS_NOT_SUPPORTED")
 
     smi = ModuleType("amdsmi")
@@ -163,12 +161,12 @@ def test_amds_gpus_are_read_where_there_is_no_nvml(monkeypatch: pytest.MonkeyPat
     assert [gpu.broken for gpu in gpus.read()] == ["", ""], "once"
 
 
-def test_a_programs_own_error_is_named_and_breaks_no_gpu() -> None:
+def test_a_programs_own_error_is_named_and_breaks_no_gpu():
     fault = GpuReading(0, 0, xids=(31,))
     assert (list(remarks([fault])), fault.broken) == (["GPU 0: error (Xid 31)"], "")
 
 
-def test_addresses_of_any_width_are_one_place() -> None:
+def test_addresses_of_any_width_are_one_place():
     assert place_of("00000000:3B:00.0") == place_of("0000:3b:00.0") != place_of("0001:3b:00.0")
     assert place_of("") == 0
 
@@ -186,5 +184,5 @@ def test_addresses_of_any_width_are_one_place() -> None:
     ],
     ids=["no Slurm", "indices", "a span", "of the job", "of the step first", "hidden by cgroups", "no indices"],
 )
-def test_gpus_of_other_jobs_are_not_looked_at(environment: dict[str, str], looked_at: list[int]) -> None:
+def test_gpus_of_other_jobs_are_not_looked_at(environment, looked_at):
     assert own_gpus(4, environment) == looked_at

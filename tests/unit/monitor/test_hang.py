@@ -41,7 +41,7 @@ def beats(*entries: tuple[int, int, str], age: float = 100.0) -> list[Beat]:
         ([(7, Phase.CALLBACKS, "S"), (7, Phase.OPTIMIZER, "R")], [1]),
     ],
 )
-def test_those_who_never_arrived(entries: list[tuple[int, int, str]], culprits: list[int]) -> None:
+def test_those_who_never_arrived(entries, culprits):
     assert [beat.rank for beat in who_never_arrived(beats(*entries))] == culprits
 
 
@@ -60,9 +60,7 @@ ARRIVED, IN_A_SUM = (7, Phase.BACKWARD, 0), (7, Phase.TO_DEVICE, NEAR)
         ([IN_A_SUM, IN_A_SUM, IN_A_SUM, IN_A_SUM], []),
     ],
 )
-def test_who_waits_for_neighbours_has_not_failed_to_arrive(
-    entries: list[tuple[int, int, int]], culprits: list[int]
-) -> None:
+def test_who_waits_for_neighbours_has_not_failed_to_arrive(entries, culprits):
     found = [Beat(rank, steps, phase, 100.0, "S", near) for rank, (steps, phase, near) in enumerate(entries)]
     hang = HangWatch(10, GRID).observe(found)
     assert hang is not None
@@ -71,7 +69,7 @@ def test_who_waits_for_neighbours_has_not_failed_to_arrive(
     assert set(waiting) == {"waits for other parts of a layer"}
 
 
-def test_places_and_neighbours_are_told() -> None:
+def test_places_and_neighbours_are_told():
     found = [Beat(rank, 7, Phase.TO_DEVICE, 100.0, "S", NEAR if rank == 2 else 0) for rank in range(4)]
     found[:2] = [Beat(rank, 7, Phase.BACKWARD, 100.0, "S") for rank in range(2)]
     hang = HangWatch(10, GRID).observe(found)
@@ -83,7 +81,7 @@ def test_places_and_neighbours_are_told() -> None:
     )
 
 
-def test_if_none_is_to_blame_it_is_told_who_does_what() -> None:
+def test_if_none_is_to_blame_it_is_told_who_does_what():
     found = [Beat(rank, 7, Phase.BACKWARD, 100.0, "S", 0 if rank < 2 else Neighbours.PIPELINE) for rank in range(4)]
     hang = HangWatch(10, Grid(4, pipeline=2)).observe(found)
     assert hang is not None and not hang.culprits
@@ -93,13 +91,13 @@ def test_if_none_is_to_blame_it_is_told_who_does_what() -> None:
     )
 
 
-def test_a_silence_does_not_raise_its_own_limit_while_it_lasts() -> None:
+def test_a_silence_does_not_raise_its_own_limit_while_it_lasts():
     watch, inside = HangWatch(hang_s=None), (7, Phase.FORWARD, "R")
     assert [watch.observe(beats(inside, age=age)) for age in (1, 40, 80, INSIDE_STEP_S - 1)] == [None] * 4
     assert watch.observe(beats(inside, age=INSIDE_STEP_S + 1)) is not None
 
 
-def test_a_silence_that_ended_by_itself_raises_the_limit_also_if_two_looks_saw_it_equally_long() -> None:
+def test_a_silence_that_ended_by_itself_raises_the_limit_also_if_two_looks_saw_it_equally_long():
     """As while the run is suspended."""
     watch, inside = HangWatch(hang_s=None), (7, Phase.FORWARD, "R")
     for age in (1, 50, 50):
@@ -109,7 +107,7 @@ def test_a_silence_that_ended_by_itself_raises_the_limit_also_if_two_looks_saw_i
     assert watch.observe(beats(moved, age=INSIDE_STEP_S + 1)) is None
 
 
-def test_a_hang_is_told_once_until_the_run_moves_again() -> None:
+def test_a_hang_is_told_once_until_the_run_moves_again():
     watch = HangWatch(hang_s=10)
     waiting = (7, Phase.BACKWARD, "S")
     assert watch.observe(beats(waiting, (7, Phase.FORWARD, "R"), age=9.9)) is None
@@ -121,18 +119,18 @@ def test_a_hang_is_told_once_until_the_run_moves_again() -> None:
     assert watch.observe(beats(waiting, (8, Phase.FORWARD, "R"), age=11)) is not None
 
 
-def test_one_moving_rank_is_movement() -> None:
+def test_one_moving_rank_is_movement():
     moving = [Beat(0, 7, Phase.BACKWARD, 100, "S"), Beat(1, 7, Phase.CALLBACKS, 1, "R")]
     assert HangWatch(hang_s=10).observe(moving) is None
 
 
-def test_the_first_step_may_take_long() -> None:
+def test_the_first_step_may_take_long():
     first = (0, Phase.FORWARD, "R")
     assert HangWatch(hang_s=10).observe(beats(first, first, age=FIRST_STEP_S - 1)) is None
     assert HangWatch(hang_s=10).observe(beats(first, first, age=FIRST_STEP_S + 1)) is not None
 
 
-def test_the_automatic_limit_follows_the_longest_silence() -> None:
+def test_the_automatic_limit_follows_the_longest_silence():
     inside, outside = (7, Phase.FORWARD, "R"), (7, Phase.OPTIMIZER, "R")
     watch = HangWatch(None)
     assert watch.limit(beats(inside)) == INSIDE_STEP_S
@@ -142,7 +140,7 @@ def test_the_automatic_limit_follows_the_longest_silence() -> None:
     assert watch.limit(beats(inside)) == 900
 
 
-def test_a_death_is_told_at_once_and_once() -> None:
+def test_a_death_is_told_at_once_and_once():
     watch = HangWatch(None)
     group = beats((7, Phase.BACKWARD, "S"), (7, Phase.FORWARD, GONE), age=0.1)
     hang = watch.observe(group)
@@ -153,11 +151,11 @@ def test_a_death_is_told_at_once_and_once() -> None:
     assert watch.observe(group) is None
 
 
-def test_deaths_after_a_good_bye_are_its_consequence() -> None:
+def test_deaths_after_a_good_bye_are_its_consequence():
     assert HangWatch(None).observe(beats((7, Phase.BACKWARD, ENDED), (7, Phase.FORWARD, GONE), age=0.1)) is None
 
 
-def test_a_hang_reads_as_one_sentence() -> None:
+def test_a_hang_reads_as_one_sentence():
     watch = HangWatch(hang_s=10)
     hang = watch.observe(beats((7, Phase.BACKWARD, "S"), (7, Phase.FORWARD, STOPPED), (7, Phase.BACKWARD, "S"), age=12))
     assert hang is not None
@@ -181,15 +179,15 @@ def test_a_hang_reads_as_one_sentence() -> None:
         (7, len(Phase), "R", "is between two phases"),
     ],
 )
-def test_what_a_rank_does_in_words(steps: int, phase: int, state: str, words: str) -> None:
+def test_what_a_rank_does_in_words(steps, phase, state, words):
     assert Beat(0, steps, phase, 1.0, state).doing == words
 
 
-def test_silence_of_exactly_the_limit_is_a_hang() -> None:
+def test_silence_of_exactly_the_limit_is_a_hang():
     assert HangWatch(hang_s=10).observe(beats((7, Phase.FORWARD, "R"), age=10)) is not None
 
 
-def test_the_limit_of_the_first_step_is_never_below_the_one_asked_for() -> None:
+def test_the_limit_of_the_first_step_is_never_below_the_one_asked_for():
     first, second = beats((0, Phase.FORWARD, "R")), beats((1, Phase.FORWARD, "R"))
     assert FIRST_STEP_S == 15 * 60, "docs: a quarter of an hour"
     assert HangWatch(hang_s=5000).limit(first) == 5000 and HangWatch(hang_s=10).limit(first) == FIRST_STEP_S
@@ -197,7 +195,7 @@ def test_the_limit_of_the_first_step_is_never_below_the_one_asked_for() -> None:
     assert HangWatch(hang_s=10).limit(second) == 10 and HangWatch(hang_s=None).limit(second) == INSIDE_STEP_S
 
 
-def test_silence_before_the_first_finished_step_is_not_learned() -> None:
+def test_silence_before_the_first_finished_step_is_not_learned():
     """Compilation takes minutes once; a limit of ten times that would never be reached."""
     watch = HangWatch(None)
     for steps, age in ((0, 300.0), (1, 0.5), (2, 0.5)):
@@ -205,7 +203,7 @@ def test_silence_before_the_first_finished_step_is_not_learned() -> None:
     assert watch.limit(beats((2, Phase.FORWARD, "R"))) == INSIDE_STEP_S
 
 
-def test_the_second_silence_is_learned_and_the_longest_stays() -> None:
+def test_the_second_silence_is_learned_and_the_longest_stays():
     watch = HangWatch(None)
     for steps, age in ((0, 1.0), (1, 70.0), (2, 0.5), (2, 20.0), (3, 0.5), (4, 0.5)):
         watch.observe(beats((steps, Phase.FORWARD, "R"), age=age))
@@ -213,11 +211,11 @@ def test_the_second_silence_is_learned_and_the_longest_stays() -> None:
 
 
 @pytest.mark.parametrize("phase", [Phase.OPTIMIZER, Phase.CALLBACKS, Phase.CHECKPOINT])
-def test_hooks_and_checkpoints_may_take_longer_than_computing(phase: Phase) -> None:
+def test_hooks_and_checkpoints_may_take_longer_than_computing(phase):
     assert HangWatch(None).limit(beats((7, Phase.FORWARD, "R"), (7, phase, "R"))) == OUTSIDE_STEP_S
 
 
-def test_a_death_is_as_old_as_the_last_sign_of_the_dead_and_no_hang_follows_it() -> None:
+def test_a_death_is_as_old_as_the_last_sign_of_the_dead_and_no_hang_follows_it():
     watch = HangWatch(hang_s=10)
     group = [Beat(0, 7, Phase.BACKWARD, 1.0, "S"), Beat(1, 7, Phase.FORWARD, 4.0, GONE), Beat(2, 7, 1, 3.0, GONE)]
     hang = watch.observe(group)
@@ -230,11 +228,11 @@ def test_a_death_is_as_old_as_the_last_sign_of_the_dead_and_no_hang_follows_it()
     assert watch.observe([Beat(0, 7, Phase.BACKWARD, 60.0, "S"), *group[1:]]) is None
 
 
-def test_ranks_that_have_all_said_good_bye_do_not_hang() -> None:
+def test_ranks_that_have_all_said_good_bye_do_not_hang():
     assert HangWatch(hang_s=10).observe(beats((7, Phase.BACKWARD, ENDED), age=100)) is None
 
 
-def test_who_waits_in_an_earlier_exchange_is_one_of_those_who_never_arrived() -> None:
+def test_who_waits_in_an_earlier_exchange_is_one_of_those_who_never_arrived():
     hang = HangWatch(hang_s=10).observe(beats((8, Phase.BACKWARD, "S"), (7, Phase.BACKWARD, "S"), (8, BEGIN, "S")))
     assert hang is not None and not hang.died
     assert [beat.rank for beat in hang.culprits] == [1, 2] and [beat.rank for beat in hang.waiting] == [0]

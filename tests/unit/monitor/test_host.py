@@ -20,7 +20,7 @@ def reading(time: float, counters: dict[str, float], process: dict[str, float] |
     return host.Reading(time, counters, {7: process or {}})
 
 
-def test_quiet_counters_say_nothing() -> None:
+def test_quiet_counters_say_nothing():
     counters = {"cpu_s": 10.0, "steal_s": 0.0, "throttled_s": 1.0, "swapped_pages": 5.0}
     found = host.compare(
         reading(0, counters, {"waiting_s": 1.0}), reading(5, {**counters, "cpu_s": 20}, {"waiting_s": 1.1})
@@ -41,12 +41,12 @@ def test_quiet_counters_say_nothing() -> None:
         ({"retransmits": 1000.0}, "200 segments/s"),
     ],
 )
-def test_what_stands_out_is_said(grown: dict[str, float], word: str) -> None:
+def test_what_stands_out_is_said(grown, word):
     found = host.compare(reading(0, dict.fromkeys(grown, 0.0)), reading(5, grown))
     assert word in found.host[0]
 
 
-def test_waiting_for_a_processor_is_the_processs_own() -> None:
+def test_waiting_for_a_processor_is_the_processs_own():
     found = host.compare(
         reading(0, {}, {"waiting_s": 0.0, "involuntary": 0}), reading(5, {}, {"waiting_s": 2.5, "involuntary": 50})
     )
@@ -54,15 +54,15 @@ def test_waiting_for_a_processor_is_the_processs_own() -> None:
     assert found.starved == {7}
 
 
-def test_a_real_reading_has_the_counters_of_linux() -> None:
+def test_a_real_reading_has_the_counters_of_linux():
     taken = host.read([os.getpid()], 0.0)
     assert taken.host["cpu_s"] > 0
     assert {"waiting_s", "involuntary", "major_faults"} <= taken.processes[os.getpid()].keys()
     assert host.read([2**22 + 1], 0.0).processes == {2**22 + 1: {}}
 
 
-def test_energy_is_the_growth_of_the_counters_that_there_are() -> None:
-    def at(cpu: float | None, *gpus: float | None) -> host.Reading:
+def test_energy_is_the_growth_of_the_counters_that_there_are():
+    def at(cpu, *gpus):
         counters = {} if cpu is None else {"cpu_joules": cpu}
         return host.Reading(
             0.0, counters, {}, [GpuReading(index, 0, joules=joules) for index, joules in enumerate(gpus)]
@@ -73,7 +73,7 @@ def test_energy_is_the_growth_of_the_counters_that_there_are() -> None:
     assert host.energy(at(None), at(5.0, None)) == {}
 
 
-def test_energy_of_processors_is_read_by_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_energy_of_processors_is_read_by_package(tmp_path, monkeypatch):
     for name, joules in (("intel-rapl:0", 2), ("intel-rapl:0:0", 1), ("intel-rapl:1", 3)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "energy_uj").write_text(f"{joules}000000\n")
@@ -83,8 +83,8 @@ def test_energy_of_processors_is_read_by_package(tmp_path: Path, monkeypatch: py
     assert host.cpu_energy() == {}
 
 
-def test_a_process_that_ends_while_it_is_read_costs_its_counters_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(folder: Path) -> list[str]:
+def test_a_process_that_ends_while_it_is_read_costs_its_counters_only(monkeypatch):
+    def gone(folder):
         raise ProcessLookupError
 
     monkeypatch.setattr(os, "listdir", gone)
@@ -111,12 +111,12 @@ def spinning() -> Iterator[subprocess.Popen[str]]:
         child.stdout.close()
 
 
-def test_stacks_of_a_stopped_process_are_read_from_outside(spinning: subprocess.Popen[str]) -> None:
+def test_stacks_of_a_stopped_process_are_read_from_outside(spinning):
     os.kill(spinning.pid, signal.SIGSTOP)
     assert "endless" in stacks.dump(spinning.pid, 0, Path("/nowhere"))
 
 
-def test_without_py_spy_the_process_is_asked(spinning: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_py_spy_the_process_is_asked(spinning, monkeypatch):
     monkeypatch.setattr(stacks, "with_py_spy", lambda pid: (None, "py-spy may not read the process: not permitted"))
     file: Path = spinning.dump_file  # type: ignore[attr-defined]
     assert "in endless" in stacks.dump(spinning.pid, signal.SIGUSR2, file)
@@ -128,7 +128,7 @@ def test_without_py_spy_the_process_is_asked(spinning: subprocess.Popen[str], mo
     )
 
 
-def test_rivals_for_a_processor_are_named(spinning: subprocess.Popen[str]) -> None:
+def test_rivals_for_a_processor_are_named(spinning):
     os.sched_setaffinity(spinning.pid, {0})
     lines = host.rivals({0}, set(), 1.0, {spinning.pid: 0.0}, {spinning.pid: 0.9})
     assert lines and lines[0].startswith(f"process {spinning.pid} (python")
@@ -136,7 +136,7 @@ def test_rivals_for_a_processor_are_named(spinning: subprocess.Popen[str]) -> No
     assert host.rivals(set(), set(), 1.0, {spinning.pid: 0.0}, {spinning.pid: 0.9}) == []
 
 
-def test_a_rank_of_this_run_that_another_agent_watches_is_not_a_rival(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_of_this_run_that_another_agent_watches_is_not_a_rival(monkeypatch):
     """Hosts in network namespaces, containers of one machine: its environment names the run."""
     monkeypatch.setenv("HPCTRAIN_RUN_DIR", "/runs/one")
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:

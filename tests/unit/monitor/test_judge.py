@@ -76,7 +76,7 @@ def healthy(seed: int, ranks: int = 8, steps: int = 640, **options: float) -> tr
 
 @pytest.mark.parametrize("phase", SLOW_PHASES)
 @pytest.mark.parametrize("seed", range(5))
-def test_a_slow_phase_is_found_with_rank_cause_and_cost(phase: Phase, seed: int) -> None:
+def test_a_slow_phase_is_found_with_rank_cause_and_cost(phase, seed):
     rng = np.random.default_rng(seed)
     rank, onset = int(rng.integers(8)), int(rng.integers(100, 300))
     outcome = judged(traces.slowed(healthy(seed), rank, phase, 0.2, onset))
@@ -89,19 +89,19 @@ def test_a_slow_phase_is_found_with_rank_cause_and_cost(phase: Phase, seed: int)
 
 
 @pytest.mark.parametrize("phase", SLOW_PHASES)
-def test_with_step_time_in_place_of_busy_time_nothing_is_found(phase: Phase) -> None:
+def test_with_step_time_in_place_of_busy_time_nothing_is_found(phase):
     """The test of the tests: the quantity that most monitors use must fail the test above."""
     outcome = judged(traces.slowed(healthy(0), 3, phase, 0.2, 200), change=with_step_time)
     assert outcome.accused == set()
 
 
-def test_a_slow_processor_is_called_compute() -> None:
+def test_a_slow_processor_is_called_compute():
     outcome = judged(traces.slowed_processor(healthy(1), 5, 0.3, 200))
     assert outcome.accused == {5}
     assert outcome.confirmed[0].cause == "compute"
 
 
-def test_two_culprits_of_eight_are_both_found() -> None:
+def test_two_culprits_of_eight_are_both_found():
     trace = traces.slowed(healthy(2), 1, Phase.DATA, 0.25, 150)
     outcome = judged(traces.slowed(trace, 6, Phase.BACKWARD, 0.2, 150))
     assert outcome.accused == {1, 6}
@@ -111,33 +111,33 @@ def test_two_culprits_of_eight_are_both_found() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("onset", [0, 300])
-def test_one_fast_rank_accuses_nobody(ranks: int, onset: int) -> None:
+def test_one_fast_rank_accuses_nobody(ranks, onset):
     outcome = judged(traces.slowed_processor(healthy(3, ranks), ranks - 1, -0.3, onset))
     assert outcome.accused == set()
 
 
 @pytest.mark.parametrize("start", [220, 223, 254, 255, 256])
 @pytest.mark.parametrize("size", [1.0, 20.0])
-def test_a_blip_of_three_steps_accuses_nobody(start: int, size: float) -> None:
+def test_a_blip_of_three_steps_accuses_nobody(start, size):
     outcome = judged(traces.slowed(healthy(4), 2, Phase.FORWARD, size, start, end=start + 3))
     assert outcome.accused == set()
 
 
-def test_rotating_collection_pauses_are_named_without_blame() -> None:
+def test_rotating_collection_pauses_are_named_without_blame():
     rng = np.random.default_rng(5)
     outcome = judged(with_pauses(healthy(5, steps=1280, blips=0), list(range(8)), 0.25, 40, rng))
     assert outcome.accused == set()
     assert [verdict.cause for verdict in outcome.of(Kind.ROTATING)] == ["gc"]
 
 
-def test_one_ranks_pauses_are_its_own() -> None:
+def test_one_ranks_pauses_are_its_own():
     rng = np.random.default_rng(6)
     outcome = judged(with_pauses(healthy(6, steps=1280, blips=0), [4], 0.3, 12, rng))
     assert outcome.accused == {4}
     assert outcome.of(Kind.PAUSES)[0].cause == "gc"
 
 
-def test_pauses_that_end_are_cleared() -> None:
+def test_pauses_that_end_are_cleared():
     trace = traces.slowed(healthy(6, steps=2560, blips=0), 4, Phase.DATA, 0.2, 200, every=10, end=900)
     outcome = judged(trace)
     assert [(verdict.state, verdict.ranks) for verdict in outcome.verdicts if verdict.kind is Kind.PAUSES] == [
@@ -148,33 +148,33 @@ def test_pauses_that_end_are_cleared() -> None:
 
 
 @pytest.mark.parametrize("every", [10, 100])
-def test_logging_or_evaluation_on_rank_0_only_is_called_callbacks(every: int) -> None:
+def test_logging_or_evaluation_on_rank_0_only_is_called_callbacks(every):
     trace = healthy(7, steps=3200, blips=0)
     outcome = judged(traces.slowed(trace, 0, Phase.CALLBACKS, 0.15, 0, every=every))
     assert outcome.accused == {0}
     assert {verdict.cause for verdict in outcome.confirmed} == {"callbacks"}
 
 
-def test_checkpoints_on_one_rank_in_few_steps_are_called_checkpoint() -> None:
+def test_checkpoints_on_one_rank_in_few_steps_are_called_checkpoint():
     outcome = judged(traces.slowed(healthy(7, steps=1600), 5, Phase.CHECKPOINT, 0.2, 200, every=8))
     assert outcome.accused == {5}
     assert outcome.confirmed[0].cause == "checkpoint"
 
 
-def test_varying_work_is_called_imbalance() -> None:
+def test_varying_work_is_called_imbalance():
     rng = np.random.default_rng(8)
     outcome = judged(with_varying_work(healthy(8, blips=0), rng))
     assert outcome.accused == set()
     assert outcome.of(Kind.IMBALANCE)
 
 
-def test_a_slow_rank_among_varying_work_is_found() -> None:
+def test_a_slow_rank_among_varying_work_is_found():
     rng = np.random.default_rng(9)
     trace = with_varying_work(healthy(9, blips=0), rng)
     assert judged(traces.slowed(trace, 3, Phase.DATA, 0.4, 200)).accused == {3}
 
 
-def test_a_rank_with_more_work_is_loaded_not_slow() -> None:
+def test_a_rank_with_more_work_is_loaded_not_slow():
     trace = healthy(10)
     work, spent = 32 * trace.work, trace.spent.copy()
     work[2] *= 1.25
@@ -184,7 +184,7 @@ def test_a_rank_with_more_work_is_loaded_not_slow() -> None:
     assert outcome.of(Kind.IMBALANCE)[0].ranks == (2,)
 
 
-def test_one_more_sample_does_not_excuse_a_slow_rank() -> None:
+def test_one_more_sample_does_not_excuse_a_slow_rank():
     trace = healthy(11)
     work = 32 * trace.work
     work[2] += 1
@@ -192,21 +192,21 @@ def test_one_more_sample_does_not_excuse_a_slow_rank() -> None:
 
 
 @pytest.mark.parametrize("phase", SLOW_PHASES)
-def test_two_ranks_are_judged_by_their_past(phase: Phase) -> None:
+def test_two_ranks_are_judged_by_their_past(phase):
     outcome = judged(traces.slowed(healthy(12, 2), 1, phase, 0.25, 250))
     assert outcome.accused == {1}
     assert outcome.confirmed[0].cause == CAUSES[phase]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_few_ranks_that_differ_since_the_start_are_not_blamed(ranks: int) -> None:
+def test_few_ranks_that_differ_since_the_start_are_not_blamed(ranks):
     outcome = judged(traces.slowed_processor(healthy(13, ranks), 0, 0.4, 0))
     assert outcome.accused == set()
     assert outcome.of(Kind.UNEVEN)[0].ranks == (0,)
 
 
 @pytest.mark.parametrize("onset", [0, 200])
-def test_half_of_the_ranks_slow_is_said_so(onset: int) -> None:
+def test_half_of_the_ranks_slow_is_said_so(onset):
     trace = healthy(14)
     for rank in (0, 3, 5, 6):
         trace = traces.slowed_processor(trace, rank, 0.2, onset)
@@ -216,7 +216,7 @@ def test_half_of_the_ranks_slow_is_said_so(onset: int) -> None:
 
 
 @pytest.mark.parametrize("count", [5, 6])
-def test_a_majority_that_becomes_slow_is_said_so(count: int) -> None:
+def test_a_majority_that_becomes_slow_is_said_so(count):
     trace = healthy(14)
     for rank in range(count):
         trace = traces.slowed_processor(trace, rank, 0.3, 300)
@@ -227,7 +227,7 @@ def test_a_majority_that_becomes_slow_is_said_so(count: int) -> None:
     assert verdict.slowdown == pytest.approx(0.3, abs=0.05)
 
 
-def test_a_host_of_two_that_becomes_slow_is_named() -> None:
+def test_a_host_of_two_that_becomes_slow_is_named():
     trace = healthy(21)
     for rank in range(4, 8):
         trace = traces.slowed_processor(trace, rank, 0.3, 300)
@@ -235,13 +235,13 @@ def test_a_host_of_two_that_becomes_slow_is_named() -> None:
     assert [(verdict.kind, verdict.hosts) for verdict in outcome.confirmed] == [(Kind.HOST, ("n2",))]
 
 
-def test_two_ranks_that_pause_are_both_named() -> None:
+def test_two_ranks_that_pause_are_both_named():
     rng = np.random.default_rng(20)
     outcome = judged(with_pauses(healthy(20, steps=1600, blips=0), [1, 6], 0.4, 15, rng))
     assert outcome.accused == {1, 6}
 
 
-def test_all_ranks_of_a_host_are_one_verdict() -> None:
+def test_all_ranks_of_a_host_are_one_verdict():
     trace = healthy(15, ranks=12)
     for rank in (4, 5, 6, 7):
         trace = traces.slowed_processor(trace, rank, 0.3, 210)
@@ -251,7 +251,7 @@ def test_all_ranks_of_a_host_are_one_verdict() -> None:
     assert verdict.hosts == ("n2",)
 
 
-def test_a_slower_exchange_is_the_network() -> None:
+def test_a_slower_exchange_is_the_network():
     trace = healthy(16)
     before = list(trace.windows())[:10]
     after = list(replace(trace, transfer=0.05).windows())[10:]
@@ -262,7 +262,7 @@ def test_a_slower_exchange_is_the_network() -> None:
     assert not outcome.of(Kind.GLOBAL)
 
 
-def test_everybody_slower_is_global() -> None:
+def test_everybody_slower_is_global():
     trace = healthy(17)
     spent = trace.spent.copy()
     spent[:, 320:] *= 1.3
@@ -280,13 +280,13 @@ def stopped_now_and_then(trace: traces.Trace, rank: int, others: float) -> trace
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_the_named_rank_takes_longer_is_not_everybodys(seed: int) -> None:
+def test_what_the_named_rank_takes_longer_is_not_everybodys(seed):
     outcome = judged(stopped_now_and_then(healthy(seed, ranks=2, steps=1000, noise=0.01), 0, 0.055))
     assert outcome.accused == {0}
     assert not outcome.of(Kind.GLOBAL) and not outcome.of(Kind.NETWORK)
 
 
-def test_a_majority_that_is_slower_than_the_rest_is_not_everybody() -> None:
+def test_a_majority_that_is_slower_than_the_rest_is_not_everybody():
     trace = healthy(5, ranks=10)
     for rank in range(9):
         trace = traces.slowed_processor(trace, rank, 0.3, 200)
@@ -294,7 +294,7 @@ def test_a_majority_that_is_slower_than_the_rest_is_not_everybody() -> None:
     assert outcome.of(Kind.MANY) and not outcome.of(Kind.GLOBAL)
 
 
-def test_what_slows_all_others_too_is_told_beside_the_named_rank() -> None:
+def test_what_slows_all_others_too_is_told_beside_the_named_rank():
     trace = traces.slowed_processor(healthy(3, noise=0.01), 2, 0.5, 150)
     for rank in range(8):
         trace = traces.slowed_processor(trace, rank, 0.25, 400)
@@ -339,7 +339,7 @@ def cost_of_confirming(ranks: int) -> tuple[int, int, list[Finding]]:
     return calls, peak, verdicts
 
 
-def test_a_verdict_on_a_third_of_all_ranks_grows_no_faster_than_the_ranks() -> None:
+def test_a_verdict_on_a_third_of_all_ranks_grows_no_faster_than_the_ranks():
     few_calls, few_bytes, few = cost_of_confirming(1_000)
     many_calls, many_bytes, many = cost_of_confirming(10_000)
     assert many_calls <= 10 * few_calls and many_bytes <= 10.5 * few_bytes
@@ -349,7 +349,7 @@ def test_a_verdict_on_a_third_of_all_ranks_grows_no_faster_than_the_ranks() -> N
         assert max(len(sentence.of_verdict(verdict)) for verdict in verdicts) < 300
 
 
-def test_recovery_clears_and_a_second_incident_fires() -> None:
+def test_recovery_clears_and_a_second_incident_fires():
     trace = traces.slowed(healthy(18, steps=1600), 3, Phase.DATA, 0.3, 200, end=500)
     outcome = judged(traces.slowed(trace, 3, Phase.FORWARD, 0.3, 1000))
     assert [
@@ -361,10 +361,10 @@ def test_recovery_clears_and_a_second_incident_fires() -> None:
     ]
 
 
-def test_ranks_that_mark_no_exchange_make_the_judge_abstain() -> None:
+def test_ranks_that_mark_no_exchange_make_the_judge_abstain():
     trace = traces.slowed(healthy(19), 3, Phase.DATA, 0.5, 200)
 
-    def blind(window: Window) -> Window:
+    def blind(window):
         wait = window.wait.copy()
         wait[1] = 0
         return replace(window, wait=wait)
@@ -375,13 +375,13 @@ def test_ranks_that_mark_no_exchange_make_the_judge_abstain() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 64])
-def test_healthy_ranks_are_not_accused(ranks: int) -> None:
+def test_healthy_ranks_are_not_accused(ranks):
     for seed in range(4):
         assert judged(healthy(100 + seed, ranks, steps=1280)).accused == set()
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_healthy_rank_windows() -> None:
+def test_a_hundred_thousand_healthy_rank_windows():
     accused = [judged(healthy(seed, ranks, steps=3200)).accused for ranks in (2, 4, 8, 32, 128) for seed in range(6)]
     windows = sum(100 * ranks * 6 for ranks in (2, 4, 8, 32, 128))
     assert windows > 100_000

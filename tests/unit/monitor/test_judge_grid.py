@@ -41,14 +41,14 @@ def loaded(grid: Grid, seed: int = 1, tensor: int | None = None, stage: int | No
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_healthy_ranks_of_any_grid_are_left_alone(grid: Grid) -> None:
+def test_healthy_ranks_of_any_grid_are_left_alone(grid):
     for seed in range(5):
         found = confirmed(traces.simulated(grid.ranks, 640, np.random.default_rng(seed)), grid)
         assert {verdict.kind for verdict in found} <= {Kind.ROTATING}, "one step in a hundred takes twice as long"
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_a_slow_rank_is_found_among_those_that_have_the_same_of_the_model(grid: Grid) -> None:
+def test_a_slow_rank_is_found_among_those_that_have_the_same_of_the_model(grid):
     """Also where one part or stage has 60% more to do, of which the slow rank has none."""
     victim = grid.ranks - 2 if grid.tensor > 1 else 0
     place = grid.place(victim)
@@ -70,9 +70,7 @@ def test_a_slow_rank_is_found_among_those_that_have_the_same_of_the_model(grid: 
         (Grid(2, pipeline=2), "stage", (1,)),
     ],
 )
-def test_what_every_rank_of_a_part_or_stage_takes_longer_for_is_the_plans(
-    grid: Grid, axis: str, ranks: tuple[int, ...]
-) -> None:
+def test_what_every_rank_of_a_part_or_stage_takes_longer_for_is_the_plans(grid, axis, ranks):
     found = confirmed(loaded(grid, **{axis: 1}), grid)
     assert accused(found) == set()
     [verdict] = [verdict for verdict in found if verdict.kind is Kind.PLAN]
@@ -84,17 +82,17 @@ def test_what_every_rank_of_a_part_or_stage_takes_longer_for_is_the_plans(
     assert said.endswith("the layers are split unevenly, no rank is slow")
 
 
-def test_a_plan_that_nobody_told_of_would_blame_ranks() -> None:
+def test_a_plan_that_nobody_told_of_would_blame_ranks():
     """The test of the tests: without the grid, a heavy part is too many slow ranks."""
     assert accused(confirmed(loaded(Grid(16, tensor=2), tensor=1), None)) == set(range(1, 16, 2))
 
 
-def test_one_fast_rank_of_two_peers_accuses_nobody() -> None:
+def test_one_fast_rank_of_two_peers_accuses_nobody():
     trace = traces.slowed_processor(traces.simulated(4, 640, np.random.default_rng(3)), 3, -0.3, 300)
     assert accused(confirmed(trace, Grid(4, tensor=2))) == set()
 
 
-def test_the_axis_that_costs_more_is_told() -> None:
+def test_the_axis_that_costs_more_is_told():
     grid = Grid(8, tensor=2, pipeline=2)
     levels = {0: 1.0, 1: 1.1, 2: 1.5, 3: 1.6}
     found = heaviest(levels, grid, 2.0)

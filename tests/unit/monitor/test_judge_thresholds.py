@@ -50,20 +50,20 @@ def healthy(count: int, ranks: int, **options: float) -> list[Window]:
 
 
 @pytest.mark.parametrize(("busy", "is_slow"), [(1.125, True), (1.124, False)])
-def test_a_rank_is_slow_from_the_threshold_on(busy: float, is_slow: bool) -> None:
+def test_a_rank_is_slow_from_the_threshold_on(busy, is_slow):
     findings = watched(judge_of(8), *(window(index, [1.0] * 7 + [busy]) for index in range(3)))
     assert told(findings, Kind.RANK) == ([(FindingState.SUSPECT, 0), (FindingState.CONFIRMED, 1)] if is_slow else [])
 
 
 @pytest.mark.parametrize(("busy", "is_calm"), [(1.0625, False), (1.06, True)])
-def test_a_named_rank_is_calm_below_its_threshold_for_three_windows(busy: float, is_calm: bool) -> None:
+def test_a_named_rank_is_calm_below_its_threshold_for_three_windows(busy, is_calm):
     judge = judge_of(8)
     watched(judge, *(window(index, [1.0] * 7 + [1.5]) for index in range(2)))
     findings = watched(judge, *(window(index, [1.0] * 7 + [busy]) for index in range(2, 6)))
     assert told(findings, Kind.RANK) == ([(FindingState.CLEARED, 4)] if is_calm else [])
 
 
-def test_a_rank_must_stand_out_from_the_spread_between_ranks() -> None:
+def test_a_rank_must_stand_out_from_the_spread_between_ranks():
     """It is 20% above the median, and so are others above and below: that is no more than these ranks' spread."""
     spread = [0.8, 0.85, 0.9, 1.0, 1.0, 1.1, 1.15, 1.2]
     judge = judge_of(8)
@@ -72,7 +72,7 @@ def test_a_rank_must_stand_out_from_the_spread_between_ranks() -> None:
     assert judge.measures.excess[-1] >= EXACT.slow and not judge.measures.slow.any()
 
 
-def test_one_rank_is_measured_and_never_judged() -> None:
+def test_one_rank_is_measured_and_never_judged():
     judge = judge_of(1)
     assert watched(judge, *(window(index, [1.0 + index]) for index in range(8))) == []
     assert judge.measures is not None
@@ -84,7 +84,7 @@ def test_one_rank_is_measured_and_never_judged() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "is_named"), [(2, False), (3, False), (4, True)])
-def test_who_is_slow_since_the_start_is_named_among_four_and_not_among_few(ranks: int, is_named: bool) -> None:
+def test_who_is_slow_since_the_start_is_named_among_four_and_not_among_few(ranks, is_named):
     findings = watched(judge_of(ranks), *(window(index, [1.0] * (ranks - 1) + [1.5]) for index in range(9)))
     assert bool(told(findings, Kind.RANK)) is is_named
     assert bool(told(findings, Kind.UNEVEN)) is not is_named
@@ -94,9 +94,7 @@ def test_who_is_slow_since_the_start_is_named_among_four_and_not_among_few(ranks
     ("at_first", "later", "is_uneven"),
     [(1.25, 1.25, True), (1.05, 1.25, False), (1.25, 1.05, False), (1.05, 1.05, False)],
 )
-def test_few_ranks_are_uneven_if_they_differ_since_the_start_and_still_do(
-    at_first: float, later: float, is_uneven: bool
-) -> None:
+def test_few_ranks_are_uneven_if_they_differ_since_the_start_and_still_do(at_first, later, is_uneven):
     judge = judge_of(2)
     watched(judge, *(window(index, [1.0, at_first]) for index in range(LEARNING)))
     findings = watched(judge, *(window(index, [1.0, later]) for index in range(LEARNING, 8)))
@@ -111,14 +109,14 @@ def test_few_ranks_are_uneven_if_they_differ_since_the_start_and_still_do(
 
 
 @pytest.mark.parametrize(("busy", "is_clear"), [(1.03, True), (1.07, False)])
-def test_uneven_ranks_that_become_even_are_cleared(busy: float, is_clear: bool) -> None:
+def test_uneven_ranks_that_become_even_are_cleared(busy, is_clear):
     judge = judge_of(2)
     watched(judge, *(window(index, [1.0, 1.25]) for index in range(8)))
     findings = watched(judge, *(window(index, [1.0, busy]) for index in range(8, 12)))
     assert told(findings, Kind.UNEVEN) == ([(FindingState.CLEARED, 10)] if is_clear else [])
 
 
-def test_a_condition_that_comes_and_goes_is_confirmed_less_and_less() -> None:
+def test_a_condition_that_comes_and_goes_is_confirmed_less_and_less():
     """On a busy machine, the log would fill with ranks that are uneven, then even, then uneven again."""
     judge = judge_of(2)
     watched(judge, *(window(index, [1.0, 1.25]) for index in range(LEARNING)))
@@ -127,7 +125,7 @@ def test_a_condition_that_comes_and_goes_is_confirmed_less_and_less() -> None:
     assert [state for state, _ in told(findings, Kind.UNEVEN)].count(FindingState.CONFIRMED) <= 1
 
 
-def test_the_cause_among_few_ranks_is_what_takes_longer_than_before() -> None:
+def test_the_cause_among_few_ranks_is_what_takes_longer_than_before():
     """The other rank reads slowly and computes fast; beside it this one's computing looks worse than its reading."""
     fast = {Phase.DATA: 0.75, Phase.FORWARD: 0.25}
     judge = judge_of(2)
@@ -138,7 +136,7 @@ def test_the_cause_among_few_ranks_is_what_takes_longer_than_before() -> None:
     assert [finding.cause for finding in findings if finding.state is FindingState.CONFIRMED] == ["data"]
 
 
-def test_the_cause_among_many_ranks_is_what_takes_longer_than_with_the_others() -> None:
+def test_the_cause_among_many_ranks_is_what_takes_longer_than_with_the_others():
     """All ranks call back longer than they did; only the named one reads longer too."""
     judge = judge_of(8)
     watched(judge, *healthy(LEARNING, 8))
@@ -150,9 +148,7 @@ def test_the_cause_among_many_ranks_is_what_takes_longer_than_with_the_others() 
 
 @pytest.mark.parametrize("ranks", [8, 2])
 @pytest.mark.parametrize(("callbacks", "cause"), [(0.5, "compute"), (0.0625, "mixed")])
-def test_what_is_usual_is_so_for_ranks_of_the_same_stage_or_for_the_rank_itself(
-    ranks: int, callbacks: float, cause: str
-) -> None:
+def test_what_is_usual_is_so_for_ranks_of_the_same_stage_or_for_the_rank_itself(ranks, callbacks, cause):
     """Forward and callbacks take longer on a rank of the last stage: all that it does, or what it hardly did too.
 
     The first stage reads, and has no callbacks.
@@ -172,7 +168,7 @@ def test_what_is_usual_is_so_for_ranks_of_the_same_stage_or_for_the_rank_itself(
 
 
 @pytest.mark.parametrize(("ranks", "slow", "are_many"), [(4, 1, False), (6, 2, False), (6, 3, True), (5, 2, True)])
-def test_more_than_a_third_of_slow_ranks_are_not_singled_out(ranks: int, slow: int, are_many: bool) -> None:
+def test_more_than_a_third_of_slow_ranks_are_not_singled_out(ranks, slow, are_many):
     busy = [1.0] * (ranks - slow) + [1.5] * slow
     findings = watched(judge_of(ranks), *(window(index, busy) for index in range(3)))
     assert bool(told(findings, Kind.MANY)) is are_many
@@ -184,7 +180,7 @@ def test_more_than_a_third_of_slow_ranks_are_not_singled_out(ranks: int, slow: i
         assert many.cost == pytest.approx(0.5 / 1.75)
 
 
-def test_a_majority_that_was_as_fast_as_the_others_is_slow_and_one_that_was_not_is_not() -> None:
+def test_a_majority_that_was_as_fast_as_the_others_is_slow_and_one_that_was_not_is_not():
     changed, unchanged = judge_of(8), judge_of(8)
     late = [1.0] * 3 + [1.5] * 5
     watched(changed, *healthy(LEARNING, 8))
@@ -195,7 +191,7 @@ def test_a_majority_that_was_as_fast_as_the_others_is_slow_and_one_that_was_not_
 
 
 @pytest.mark.parametrize(("slow", "sizes"), [(8, [1] * 8), (9, [1] * 9), (10, [1] * 8 + [2])])
-def test_the_slowest_are_told_singly_and_the_others_together(slow: int, sizes: list[int]) -> None:
+def test_the_slowest_are_told_singly_and_the_others_together(slow, sizes):
     busy = [1.0] * (32 - slow) + [1.5 + rank / 64 for rank in range(slow)]
     findings = watched(judge_of(32), *(window(index, busy) for index in range(2)))
     confirmed = [finding for finding in findings if finding.state is FindingState.CONFIRMED]
@@ -205,21 +201,21 @@ def test_the_slowest_are_told_singly_and_the_others_together(slow: int, sizes: l
         assert confirmed[-1].ranks == tuple(range(32 - slow, 32 - 8))
 
 
-def test_a_host_is_as_slow_as_its_ranks_are_on_average() -> None:
+def test_a_host_is_as_slow_as_its_ranks_are_on_average():
     """It is the least slow of nine, though its two ranks together lose more than any other."""
     judge = Judge([*(f"n{rank}" for rank in range(32)), "both", "both"], EXACT)
     findings = watched(judge, *(window(index, [1.0] * 24 + [1.6] * 8 + [1.5] * 2) for index in range(2)))
     assert [each.ranks for each in findings if each.state is FindingState.CONFIRMED][8:] == [(32, 33)]
 
 
-def test_a_host_is_named_only_if_all_its_ranks_are_slow() -> None:
+def test_a_host_is_named_only_if_all_its_ranks_are_slow():
     for slow, kinds in ((1, {Kind.RANK}), (2, {Kind.HOST})):
         judge = Judge(["a"] * 4 + ["b"] * 2 + ["c"] * 4, EXACT)
         busy = [1.0] * 4 + [1.5] * slow + [1.0] * (6 - slow)
         assert {finding.kind for finding in watched(judge, *(window(index, busy) for index in range(2)))} == kinds
 
 
-def test_many_slow_ranks_are_over_after_three_calm_windows() -> None:
+def test_many_slow_ranks_are_over_after_three_calm_windows():
     judge = judge_of(6)
     watched(judge, *(window(index, [1.0] * 3 + [1.5] * 3) for index in range(3)))
     findings = watched(judge, *(window(index, [1.0] * 6) for index in range(3, 8)))
@@ -228,7 +224,7 @@ def test_many_slow_ranks_are_over_after_three_calm_windows() -> None:
 
 
 @pytest.mark.parametrize("has_past", [True, False])
-def test_a_host_of_many_ranks_that_becomes_slow_is_named_and_one_that_always_was_is_not(has_past: bool) -> None:
+def test_a_host_of_many_ranks_that_becomes_slow_is_named_and_one_that_always_was_is_not(has_past):
     """Three ranks of eight, exactly at the threshold: more than a third."""
     judge = Judge(["a"] * 5 + ["b"] * 3, EXACT)
     learned = healthy(LEARNING, 8) if has_past else []
@@ -238,16 +234,14 @@ def test_a_host_of_many_ranks_that_becomes_slow_is_named_and_one_that_always_was
 
 
 @pytest.mark.parametrize(("before", "others"), [(1.25, 1.0), (1.0, 1.08)])
-def test_a_host_of_many_ranks_is_not_named_if_it_always_was_slow_or_others_are_slower_too(
-    before: float, others: float
-) -> None:
+def test_a_host_of_many_ranks_is_not_named_if_it_always_was_slow_or_others_are_slower_too(before, others):
     judge = Judge(["a"] * 5 + ["b"] * 3, EXACT)
     learned = [window(index, [1.0] * 5 + [before] * 3) for index in range(LEARNING)]
     findings = watched(judge, *learned, *(window(index, [others] * 5 + [1.25] * 3) for index in range(LEARNING, 8)))
     assert {finding.kind for finding in findings} == {Kind.MANY}
 
 
-def test_a_rank_whose_peers_are_missing_from_a_window_accuses_nobody() -> None:
+def test_a_rank_whose_peers_are_missing_from_a_window_accuses_nobody():
     """Of two ranks with the same part of the layers one has not sent its window."""
     judge = Judge([f"n{rank}" for rank in range(4)], EXACT, Grid(4, tensor=2))
     findings = watched(judge, *(window(index, [1.0, 1.5, 1.0]) for index in range(3)))
@@ -258,7 +252,7 @@ def test_a_rank_whose_peers_are_missing_from_a_window_accuses_nobody() -> None:
 
 
 @pytest.mark.parametrize(("slower", "is_global"), [(7, False), (8, True)])
-def test_all_ranks_are_slower_if_four_of_five_are(slower: int, is_global: bool) -> None:
+def test_all_ranks_are_slower_if_four_of_five_are(slower, is_global):
     """The others are a little slower, below the calm threshold, so that there is no gap between two groups."""
     judge = judge_of(10)
     watched(judge, *healthy(LEARNING, 10))
@@ -268,7 +262,7 @@ def test_all_ranks_are_slower_if_four_of_five_are(slower: int, is_global: bool) 
 
 
 @pytest.mark.parametrize(("busy", "is_global"), [(1.125, True), (1.12, False)])
-def test_all_ranks_are_slower_from_the_threshold_on(busy: float, is_global: bool) -> None:
+def test_all_ranks_are_slower_from_the_threshold_on(busy, is_global):
     judge = judge_of(8)
     watched(judge, *healthy(LEARNING, 8))
     findings = watched(judge, *(window(index, [busy] * 8) for index in range(LEARNING, 8)))
@@ -278,7 +272,7 @@ def test_all_ranks_are_slower_from_the_threshold_on(busy: float, is_global: bool
 
 
 @pytest.mark.parametrize(("busy", "is_clear"), [(1.0625, False), (1.06, True)])
-def test_what_slowed_all_ranks_is_over_below_the_calm_threshold(busy: float, is_clear: bool) -> None:
+def test_what_slowed_all_ranks_is_over_below_the_calm_threshold(busy, is_clear):
     judge = judge_of(8)
     watched(judge, *healthy(LEARNING, 8), *(window(index, [1.5] * 8) for index in range(LEARNING, 8)))
     findings = watched(judge, *(window(index, [busy] * 8) for index in range(8, 11)))
@@ -289,9 +283,7 @@ def test_what_slowed_all_ranks_is_over_below_the_calm_threshold(busy: float, is_
     ("before", "after", "is_network"),
     [(0.25, 0.5, True), (0.25, 0.375, False), (1.0, 1.4, False), (1.0, 1.5, True)],
 )
-def test_the_exchange_is_slower_if_it_costs_something_and_takes_half_as_long_again(
-    before: float, after: float, is_network: bool
-) -> None:
+def test_the_exchange_is_slower_if_it_costs_something_and_takes_half_as_long_again(before, after, is_network):
     judge = judge_of(4)
     watched(judge, *healthy(LEARNING, 4, exchange=before))
     findings = watched(judge, *(window(index, [1.0] * 4, exchange=after) for index in range(LEARNING, 8)))
@@ -301,10 +293,10 @@ def test_the_exchange_is_slower_if_it_costs_something_and_takes_half_as_long_aga
         assert findings[0].cost == pytest.approx((after - before) / (1 + after))
 
 
-def test_an_exchange_that_took_no_time_at_the_start_can_become_slower() -> None:
+def test_an_exchange_that_took_no_time_at_the_start_can_become_slower():
     judge = judge_of(4)
 
-    def taking_turns(index: int, exchange: float) -> Window:
+    def taking_turns(index, exchange):
         """Every second step another rank is the last, so that each waits now and then."""
         plain = window(index, [1.0] * 4)
         busy = plain.busy.copy()
@@ -319,7 +311,7 @@ def test_an_exchange_that_took_no_time_at_the_start_can_become_slower() -> None:
 
 
 @pytest.mark.parametrize(("exchange", "is_clear"), [(1.1, True), (1.2, False)])
-def test_the_exchange_is_over_if_what_is_left_is_a_small_share_of_the_step(exchange: float, is_clear: bool) -> None:
+def test_the_exchange_is_over_if_what_is_left_is_a_small_share_of_the_step(exchange, is_clear):
     judge = judge_of(4)  # a step of 2 s: up to 1/8 s more is calm
     watched(judge, *healthy(LEARNING, 4, exchange=1.0))
     watched(judge, *(window(index, [1.0] * 4, exchange=2.0) for index in range(LEARNING, 8)))
@@ -331,7 +323,7 @@ def test_the_exchange_is_over_if_what_is_left_is_a_small_share_of_the_step(excha
 
 
 @pytest.mark.parametrize(("longer", "is_over"), [(0.12, False), (0.05, True)])
-def test_a_heavy_stage_is_over_below_half_of_what_it_must_cost(longer: float, is_over: bool) -> None:
+def test_a_heavy_stage_is_over_below_half_of_what_it_must_cost(longer, is_over):
     """Of two stages one takes so much longer: equal ones would save half of that, 4.4% or 1.9% of a step."""
     judge = Judge([f"n{rank}" for rank in range(8)], EXACT, Grid(8, pipeline=2))
     heavy = watched(judge, *(window(index, [1.0] * 4 + [1.5] * 4) for index in range(3)))
@@ -340,7 +332,7 @@ def test_a_heavy_stage_is_over_below_half_of_what_it_must_cost(longer: float, is
     assert told(findings, Kind.PLAN) == ([(FindingState.CLEARED, 5)] if is_over else [])
 
 
-def test_a_heavy_stage_is_told_with_what_takes_longer_there_until_nothing_is_heard_of_it() -> None:
+def test_a_heavy_stage_is_told_with_what_takes_longer_there_until_nothing_is_heard_of_it():
     judge = Judge([f"n{rank}" for rank in range(8)], EXACT, Grid(8, pipeline=2))
     phases = [*([{Phase.FORWARD: 2.0}] * 4), *([{Phase.FORWARD: 2.0, Phase.DATA: 0.5}] * 4)]
     heavy = watched(judge, *(window(index, [2.0] * 4 + [2.5] * 4, phases=phases) for index in range(2)))
@@ -367,7 +359,7 @@ def with_pause(index: int, rank: int | None, seconds: float, collects: bool = Tr
 
 
 @pytest.mark.parametrize(("collects", "cause"), [(True, "gc"), (False, "data")])
-def test_pauses_that_go_around_are_nobodys_and_end(collects: bool, cause: str) -> None:
+def test_pauses_that_go_around_are_nobodys_and_end(collects, cause):
     judge = judge_of(4)
     findings = watched(judge, *(with_pause(index, index % 4, 8.0, collects) for index in range(8)))
     assert not told(findings, Kind.PAUSES)
@@ -379,13 +371,13 @@ def test_pauses_that_go_around_are_nobodys_and_end(collects: bool, cause: str) -
 
 
 @pytest.mark.parametrize(("seconds", "is_told"), [(5.0, True), (4.0, False)])
-def test_pauses_that_go_around_are_told_from_a_tenth_of_the_time_on(seconds: float, is_told: bool) -> None:
+def test_pauses_that_go_around_are_told_from_a_tenth_of_the_time_on(seconds, is_told):
     findings = watched(judge_of(4), *(with_pause(index, index % 4, seconds) for index in range(8)))
     assert bool(told(findings, Kind.ROTATING)) is is_told
 
 
 @pytest.mark.parametrize(("seconds", "is_named"), [(3.0, True), (2.0, False)])
-def test_one_ranks_pauses_are_named_from_a_twentieth_of_the_time_on(seconds: float, is_named: bool) -> None:
+def test_one_ranks_pauses_are_named_from_a_twentieth_of_the_time_on(seconds, is_named):
     findings = watched(judge_of(4), *(with_pause(index, 2, seconds) for index in range(20)))
     assert {finding.ranks for finding in findings if finding.kind is Kind.PAUSES} == ({(2,)} if is_named else set())
     assert not told(findings, Kind.ROTATING)
@@ -402,7 +394,7 @@ def loaded(index: int, share: float, slower: float = 0.0, exchange: float = 0.25
     return Window(index, plain.ranks, plain.busy, plain.wait, work, plain.typical, plain.mean)
 
 
-def test_more_work_is_told_from_the_threshold_on_and_over_once_it_is_gone() -> None:
+def test_more_work_is_told_from_the_threshold_on_and_over_once_it_is_gone():
     for share, is_told in ((0.125, True), (0.12, False)):
         findings = watched(judge_of(8), *(loaded(index, share) for index in range(3)))
         assert told(findings, Kind.IMBALANCE) == (
@@ -418,15 +410,15 @@ def test_more_work_is_told_from_the_threshold_on_and_over_once_it_is_gone() -> N
 
 
 @pytest.mark.parametrize(("slower", "is_told"), [(1 / 16, False), (1 / 32, True)])
-def test_a_rank_is_loaded_if_its_work_leaves_no_excess_that_is_not_calm(slower: float, is_told: bool) -> None:
+def test_a_rank_is_loaded_if_its_work_leaves_no_excess_that_is_not_calm(slower, is_told):
     findings = watched(judge_of(8), *(loaded(index, 0.125, slower, exchange=1.0) for index in range(3)))
     assert bool(told(findings, Kind.IMBALANCE)) is is_told
     if is_told:
         assert findings[0].cost == pytest.approx(0.125 / 2.15625), "what the work takes, not what else is slower"
 
 
-def test_pauses_that_no_phase_accounts_for_have_no_single_cause() -> None:
-    def unaccounted(index: int) -> Window:
+def test_pauses_that_no_phase_accounts_for_have_no_single_cause():
+    def unaccounted(index):
         paused = with_pause(index, index % 4, 8.0)
         return Window(index, paused.ranks, paused.busy, paused.wait, paused.work, paused.typical, paused.typical)
 
@@ -435,7 +427,7 @@ def test_pauses_that_no_phase_accounts_for_have_no_single_cause() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "is_one_host"), [(3, False), (4, True)])
-def test_one_host_is_told_from_the_others_if_there_are_more_than_few_ranks(ranks: int, is_one_host: bool) -> None:
+def test_one_host_is_told_from_the_others_if_there_are_more_than_few_ranks(ranks, is_one_host):
     slow = np.arange(ranks) == ranks - 1
     own = np.where(slow, 1.5, 1.0)
     judge = judge_of(ranks)

@@ -58,9 +58,7 @@ def step(clock: RingClock, work: float = 1.0) -> None:
 
 
 @pytest.mark.parametrize(("kind", "time_of"), CLOCKS)
-def test_a_wait_in_the_middle_of_a_phase_is_not_the_phases(
-    kind: type[RingClock | IntervalClock], time_of: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wait_in_the_middle_of_a_phase_is_not_the_phases(kind, time_of, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time_of, lambda: now[0])
     clock = kind()
@@ -77,7 +75,7 @@ def test_a_wait_in_the_middle_of_a_phase_is_not_the_phases(
     assert (taken["forward"], taken["backward"], taken["exchange"]) == (2.5, 0.25, 7.0)
 
 
-def test_who_waits_for_whom_is_in_the_shared_memory(memory: int) -> None:
+def test_who_waits_for_whom_is_in_the_shared_memory(memory):
     clock, reader, begin = clock_on(memory, 1), SlotReader.of(memory, LAYOUT), time.monotonic()
     clock.mark(Phase.TO_DEVICE)
     clock.begin_wait(Neighbours.TENSOR)
@@ -88,7 +86,7 @@ def test_who_waits_for_whom_is_in_the_shared_memory(memory: int) -> None:
     assert reader.heads()[1][WAITS_FOR] == Neighbours.NOBODY
 
 
-def test_marks_are_read_as_seconds_of_their_phase(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_marks_are_read_as_seconds_of_their_phase(memory, monkeypatch):
     now = [100.0]
     monkeypatch.setattr("hpctrain.monitor.ring_clock.monotonic", lambda: now[0])
     clocks = [clock_on(memory, local_rank) for local_rank in range(3)]
@@ -111,7 +109,7 @@ def test_marks_are_read_as_seconds_of_their_phase(memory: int, monkeypatch: pyte
     np.testing.assert_allclose(window.work, 32)
 
 
-def test_what_follows_the_exchange_delays_the_next_arrival() -> None:
+def test_what_follows_the_exchange_delays_the_next_arrival():
     """busy(k) = arrival(k) - exit(k - 1): the optimizer of step k - 1 belongs to step k."""
     steps = np.zeros((1, 5, REST + 7))
     steps[0, 2, Phase.OPTIMIZER] = 7.0
@@ -120,7 +118,7 @@ def test_what_follows_the_exchange_delays_the_next_arrival() -> None:
     assert window.busy.tolist() == [[1.0, 7.0, 0.0]]
 
 
-def test_before_the_first_step_totals_are_zero(memory: int) -> None:
+def test_before_the_first_step_totals_are_zero(memory):
     clock = clock_on(memory, 0)
     for _ in range(4):
         step(clock)
@@ -130,7 +128,7 @@ def test_before_the_first_step_totals_are_zero(memory: int) -> None:
     assert rows[0, 2:, WORK].tolist() == [1, 2, 3, 4]
 
 
-def test_rows_that_are_overwritten_are_not_given(memory: int) -> None:
+def test_rows_that_are_overwritten_are_not_given(memory):
     clock, reader = clock_on(memory, 1), SlotReader.of(memory, LAYOUT)
     for _ in range(100):
         step(clock)
@@ -138,13 +136,13 @@ def test_rows_that_are_overwritten_are_not_given(memory: int) -> None:
     assert reader.totals(60, 34) is not None
 
 
-def test_a_rank_that_has_only_joined_is_not_silent(memory: int) -> None:
+def test_a_rank_that_has_only_joined_is_not_silent(memory):
     begin = time.monotonic()
     clock_on(memory, 0)
     assert SlotReader.of(memory, LAYOUT).heads()[0, MARKED_AT] >= begin
 
 
-def test_the_heartbeat_says_who_and_where(memory: int) -> None:
+def test_the_heartbeat_says_who_and_where(memory):
     clock, reader = clock_on(memory, 2), SlotReader.of(memory, LAYOUT)
     clock.mark(Phase.FORWARD)
     assert reader.heads()[2, MARKED_PHASE] == Phase.FORWARD
@@ -153,7 +151,7 @@ def test_the_heartbeat_says_who_and_where(memory: int) -> None:
     assert (head[PID], head[STEPS], head[MARKED_PHASE]) == (os.getpid(), 1, NO_PHASE)
 
 
-def test_a_loop_of_ones_own_marks_phases_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_of_ones_own_marks_phases_by_name(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("hpctrain.monitor.ring_clock.monotonic", lambda: now[0])
     clock = RingClock()
@@ -171,7 +169,7 @@ def test_a_loop_of_ones_own_marks_phases_by_name(monkeypatch: pytest.MonkeyPatch
     assert sum(clock.take().values()) == 0
 
 
-def test_collections_are_timed_and_let_go() -> None:
+def test_collections_are_timed_and_let_go():
     clock = RingClock()
     before = list(gc.callbacks)
     clock.watch_gc()
@@ -182,7 +180,7 @@ def test_collections_are_timed_and_let_go() -> None:
 
 
 @pytest.mark.slow
-def test_memory_stays_flat_over_a_million_steps() -> None:
+def test_memory_stays_flat_over_a_million_steps():
     clock = RingClock()
     for _ in range(1000):
         step(clock)
@@ -192,7 +190,7 @@ def test_memory_stays_flat_over_a_million_steps() -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1024, "KiB"
 
 
-def test_a_console_that_is_gone_does_not_end_a_run_that_the_monitor_speaks_of() -> None:
+def test_a_console_that_is_gone_does_not_end_a_run_that_the_monitor_speaks_of():
     code = """
 import os, subprocess, sys
 from hpctrain.monitor.ring_clock import RingClock
@@ -209,8 +207,8 @@ os._exit(7)
 
 
 def test_a_phase_that_ended_earlier_ends_neither_before_the_last_mark_nor_later_than_now(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     now = [100.0]
     monkeypatch.setattr("hpctrain.monitor.ring_clock.monotonic", lambda: now[0])
     clock = RingClock()

@@ -49,24 +49,24 @@ def saved_by_bucketing(trace: traces.Trace, seed: int, sigma: float, power: floa
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 32])
 @pytest.mark.parametrize("seed", range(3))
-def test_even_batches_with_noise_of_a_tenth_are_silent(ranks: int, seed: int) -> None:
+def test_even_batches_with_noise_of_a_tenth_are_silent(ranks, seed):
     assert Kind.IMBALANCE not in {finding.kind for finding in confirmed(even(seed, ranks, noise=0.1))}
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_one_slow_rank_does_not_make_batches_unequal(ranks: int) -> None:
+def test_one_slow_rank_does_not_make_batches_unequal(ranks):
     findings = confirmed(traces.slowed_processor(even(1, ranks), 1, 0.5, 200))
     assert [(finding.kind, finding.ranks) for finding in findings] == [(Kind.RANK, (1,))]
 
 
 @pytest.mark.parametrize("ranks", [4, 8, 32])
 @pytest.mark.parametrize(("sigma", "power"), [(0.5, 1.0), (0.4, 2.0)])
-def test_lengths_are_one_finding_without_blame(ranks: int, sigma: float, power: float) -> None:
+def test_lengths_are_one_finding_without_blame(ranks, sigma, power):
     [finding] = confirmed(with_lengths(even(2, ranks), 2, sigma, power))
     assert (finding.kind, finding.ranks, finding.power) == (Kind.IMBALANCE, (), None)
 
 
-def test_short_steps_are_not_taken_for_unequal_batches() -> None:
+def test_short_steps_are_not_taken_for_unequal_batches():
     """Steps of milliseconds differ as much by what the operating system does."""
     lengths = with_lengths(even(2), 2, 0.5, 1.0)
     scale = 0.01 / (seconds(lengths) / lengths.steps)
@@ -77,7 +77,7 @@ def test_short_steps_are_not_taken_for_unequal_batches() -> None:
 @pytest.mark.parametrize("noise", [0.02, 0.05])
 @pytest.mark.parametrize(("sigma", "power"), [(0.5, 1.0), (0.4, 2.0)])
 @pytest.mark.parametrize("tokens", [False, True])
-def test_the_cost_is_what_bucketing_saves(noise: float, sigma: float, power: float, tokens: bool) -> None:
+def test_the_cost_is_what_bucketing_saves(noise, sigma, power, tokens):
     trace = even(3, steps=1024, noise=noise)
     [finding] = confirmed(with_lengths(trace, 3, sigma, power, tokens), steps=512)  # a window of 32 varies by 10%
     assert finding.cost == pytest.approx(saved_by_bucketing(trace, 3, sigma, power), rel=0.1)
@@ -86,13 +86,13 @@ def test_the_cost_is_what_bucketing_saves(noise: float, sigma: float, power: flo
 
 
 @pytest.mark.parametrize("power", [0.5, 1.0, 1.5, 2.0, 3.0])
-def test_reported_tokens_show_with_which_power_time_grows(power: float) -> None:
+def test_reported_tokens_show_with_which_power_time_grows(power):
     [finding] = confirmed(with_lengths(even(4), 4, 0.4, power, tokens=True))
     assert (finding.kind, finding.power) == (Kind.IMBALANCE, power)
     assert f"time grows roughly as work^{power:g}" in sentence.of_verdict(finding)
 
 
-def test_the_sentence_says_what_to_do() -> None:
+def test_the_sentence_says_what_to_do():
     trace = with_lengths(even(5), 5, 0.5, 1.0)
     unknown, other = trace, replace(trace, work=np.random.default_rng(5).uniform(1, 3, trace.work.shape))
     for each, ending in (
@@ -107,7 +107,7 @@ def test_the_sentence_says_what_to_do() -> None:
 
 @pytest.mark.parametrize("every", [40, 15])
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_garbage_collection_on_random_ranks_is_named_as_such(ranks: int, every: int) -> None:
+def test_garbage_collection_on_random_ranks_is_named_as_such(ranks, every):
     trace = even(6, ranks, steps=1280)
     hit = np.random.default_rng(6).random(trace.work.shape) < 1 / every
     spent = trace.spent.copy()
@@ -117,7 +117,7 @@ def test_garbage_collection_on_random_ranks_is_named_as_such(ranks: int, every: 
     }
 
 
-def test_steps_that_are_long_on_all_ranks_alike_cost_nothing() -> None:
+def test_steps_that_are_long_on_all_ranks_alike_cost_nothing():
     trace = even(7)
     spent = trace.spent * np.random.default_rng(7).lognormal(0, 0.4, trace.steps)[None, :, None]
     assert Kind.IMBALANCE not in {finding.kind for finding in confirmed(replace(trace, spent=spent))}

@@ -41,7 +41,7 @@ def exchange(first: Connection, second: Connection, rounds: int = 6) -> tuple[li
     return at_first, at_second
 
 
-def test_messages_pass_between_holders_of_the_token(streams: tuple[socket.socket, socket.socket]) -> None:
+def test_messages_pass_between_holders_of_the_token(streams):
     first, second = Connection.over(streams[0], TOKEN, calls=True), Connection.over(streams[1], TOKEN)
     window = Window(
         3, np.array([4, 5]), *(np.random.rand(2, n).astype("f4") for n in (8, 8, 8, len(CAUSES), len(CAUSES)))
@@ -57,7 +57,7 @@ def test_messages_pass_between_holders_of_the_token(streams: tuple[socket.socket
     np.testing.assert_array_equal(arrived.mean, window.mean)
 
 
-def test_nothing_is_taken_from_or_sent_to_a_stranger(streams: tuple[socket.socket, socket.socket]) -> None:
+def test_nothing_is_taken_from_or_sent_to_a_stranger(streams):
     ours, stranger = Connection.over(streams[0], TOKEN), streams[1]
     ours.send(Message("secret"))
     ours.flush()
@@ -71,7 +71,7 @@ def test_nothing_is_taken_from_or_sent_to_a_stranger(streams: tuple[socket.socke
     assert len(heard) == HELLO_BYTES + PROOF_BYTES and b"secret" not in heard
 
 
-def test_what_we_prove_ourselves_proves_nothing_about_the_peer(streams: tuple[socket.socket, socket.socket]) -> None:
+def test_what_we_prove_ourselves_proves_nothing_about_the_peer(streams):
     ours, peer = Connection.over(streams[0], TOKEN), streams[1]
     while not ours.ended:
         ours.flush()
@@ -81,14 +81,14 @@ def test_what_we_prove_ourselves_proves_nothing_about_the_peer(streams: tuple[so
 
 
 @pytest.mark.parametrize("junk", [b"GET / HTTP/1.1\r\n" + b"\r\n" * 40, b"\0" * HELLO_BYTES, b"\xff" * 100])
-def test_junk_ends_the_connection(streams: tuple[socket.socket, socket.socket], junk: bytes) -> None:
+def test_junk_ends_the_connection(streams, junk):
     ours = Connection.over(streams[0], TOKEN)
     streams[1].sendall(junk)
     assert ours.receive() == []
     assert ours.ended
 
 
-def test_a_stranger_may_send_as_much_as_it_likes(streams: tuple[socket.socket, socket.socket]) -> None:
+def test_a_stranger_may_send_as_much_as_it_likes(streams):
     ours, stranger = Connection.over(streams[0], TOKEN), streams[1]
     stranger.setblocking(False)
     flood, sent = MAGIC + b"x" * 2**20, 0
@@ -122,7 +122,7 @@ def relayed(streams: tuple[socket.socket, socket.socket]) -> tuple[socket.socket
 
 
 @pytest.mark.parametrize("trick", ["inject", "repeat", "alter", "leave out", "send back"])
-def test_a_relay_can_add_nothing(streams: tuple[socket.socket, socket.socket], trick: str) -> None:
+def test_a_relay_can_add_nothing(streams, trick):
     near, ours, theirs = relayed(streams)
     frames = []
     for kind in ("beat", "kill"):
@@ -147,7 +147,7 @@ def test_a_relay_can_add_nothing(streams: tuple[socket.socket, socket.socket], t
 
 
 @given(st.lists(st.binary(max_size=300), max_size=5), st.integers(1, 50))
-def test_frames_come_out_as_they_went_in_however_they_are_cut(contents: list[bytes], size: int) -> None:
+def test_frames_come_out_as_they_went_in_however_they_are_cut(contents, size):
     sealer, opener = Sealer(KEY), Opener(KEY)
     stream = b"".join(map(sealer.seal, contents))
     opened = [content for at in range(0, len(stream), size) for content in opener.open(stream[at : at + size])]
@@ -155,7 +155,7 @@ def test_frames_come_out_as_they_went_in_however_they_are_cut(contents: list[byt
 
 
 @given(st.data())
-def test_no_altered_byte_passes(data: st.DataObject) -> None:
+def test_no_altered_byte_passes(data):
     sealer, opener = Sealer(KEY), Opener(KEY)
     stream = bytearray(sealer.seal(b"first") + sealer.seal(b"second"))
     place = data.draw(st.integers(0, len(stream) - 1))
@@ -164,7 +164,7 @@ def test_no_altered_byte_passes(data: st.DataObject) -> None:
         opener.open(bytes(stream))
 
 
-def test_a_length_is_checked_before_anything_of_the_frame_is_kept() -> None:
+def test_a_length_is_checked_before_anything_of_the_frame_is_kept():
     with pytest.raises(ProtocolError):
         Opener(KEY).open(b"\xff\xff\xff\xff" + b"\0" * 16)
     sealer = Sealer(KEY)
@@ -173,14 +173,14 @@ def test_a_length_is_checked_before_anything_of_the_frame_is_kept() -> None:
 
 
 @given(st.binary(max_size=400))
-def test_no_bytes_break_the_decoder(content: bytes) -> None:
+def test_no_bytes_break_the_decoder(content):
     try:
         Message.decode(content)
     except ProtocolError:
         pass
 
 
-def test_a_peer_that_does_not_read_costs_messages_not_memory(streams: tuple[socket.socket, socket.socket]) -> None:
+def test_a_peer_that_does_not_read_costs_messages_not_memory(streams):
     ours = Connection.over(streams[0], TOKEN, calls=True)
     theirs = Connection.over(streams[1], TOKEN)
     exchange(ours, theirs)
@@ -193,13 +193,11 @@ def test_a_peer_that_does_not_read_costs_messages_not_memory(streams: tuple[sock
 
 
 @pytest.mark.parametrize(("number", "cut"), [(errno.ETIMEDOUT, True), (errno.EHOSTUNREACH, True), (errno.EPIPE, False)])
-def test_a_host_that_does_not_answer_is_told_from_a_process_that_ended(
-    streams: tuple[socket.socket, socket.socket], number: int, cut: bool
-) -> None:
+def test_a_host_that_does_not_answer_is_told_from_a_process_that_ended(streams, number, cut):
     class Dead:
         setblocking = setsockopt = fileno = lambda *_: None
 
-        def recv(self, _: int) -> bytes:
+        def recv(self, _):
             raise OSError(number, "said by the kernel")
 
         send = recv
@@ -210,7 +208,7 @@ def test_a_host_that_does_not_answer_is_told_from_a_process_that_ended(
         assert connection.ended and connection.unreachable is cut
 
 
-def test_a_closed_peer_is_seen(streams: tuple[socket.socket, socket.socket]) -> None:
+def test_a_closed_peer_is_seen(streams):
     ours = Connection.over(streams[0], TOKEN)
     streams[1].close()
     ours.receive()

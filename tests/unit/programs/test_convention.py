@@ -26,7 +26,7 @@ HOSTS = ["n1", "n1", "n2", "n2", "n2"]
 ADDRESSES = [(host, 5000 + rank) for rank, host in enumerate(HOSTS)]
 
 
-def test_torch_and_tensorflow_learn_their_place() -> None:
+def test_torch_and_tensorflow_learn_their_place():
     found = variables("auto", place_of(3, HOSTS), ADDRESSES)
     config = json.loads(found.pop("TF_CONFIG"))
     assert config["cluster"]["worker"][3] == "n2:5003" and config["task"] == {"type": "worker", "index": 3}
@@ -42,21 +42,21 @@ def test_torch_and_tensorflow_learn_their_place() -> None:
 
 
 @pytest.mark.parametrize(("convention", "has"), [("torch", "RANK"), ("tensorflow", "TF_CONFIG"), ("mpi", None)])
-def test_a_convention_gives_its_own_variables(convention: str, has: str | None) -> None:
+def test_a_convention_gives_its_own_variables(convention, has):
     found = variables(convention, place_of(0, HOSTS), ADDRESSES)
     assert (has in found) if has else not found
     assert len({"RANK", "TF_CONFIG"} & found.keys()) <= 1
 
 
-def test_ranks_of_one_host_need_no_name_of_it() -> None:
+def test_ranks_of_one_host_need_no_name_of_it():
     found = variables("auto", place_of(1, ["n1", "n1"]), ADDRESSES[:2])
     assert found["MASTER_ADDR"] == "127.0.0.1" and "127.0.0.1:5001" in found["TF_CONFIG"]
 
 
-def test_the_first_rank_is_reached_on_the_fastest_network_of_all_hosts() -> None:
+def test_the_first_rank_is_reached_on_the_fastest_network_of_all_hosts():
     ethernet, infiniband = ("10.0.0.{}", "10.0.0.0/24", 25_000, False), ("10.4.0.{}", "10.4.0.0/24", 0, True)
 
-    def on(host: int, *networks: tuple[str, str, int, bool]) -> tuple[str, list[list[Any]]]:
+    def on(host, *networks):
         return f"n{host}", [[address.format(host), *rest] for address, *rest in networks]
 
     both = [on(host, ethernet, infiniband) for host in (1, 1, 2)]
@@ -69,7 +69,7 @@ def test_the_first_rank_is_reached_on_the_fastest_network_of_all_hosts() -> None
 
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
-def test_a_program_can_listen_on_the_port_that_is_kept_for_it(family: socket.AddressFamily) -> None:
+def test_a_program_can_listen_on_the_port_that_is_kept_for_it(family):
     with reserve_port() as holder, socket.socket(family, socket.SOCK_STREAM) as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.bind(("", holder.getsockname()[1]))
@@ -86,7 +86,7 @@ def met(run_dir: RunDir, rank: int, size: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_ranks_meet_in_a_folder(tmp_path: Path, size: int) -> None:
+def test_ranks_meet_in_a_folder(tmp_path, size):
     run_dir = RunDir(tmp_path / "run")
     run_dir.create()
     with ThreadPoolExecutor(size) as pool:
@@ -96,7 +96,7 @@ def test_ranks_meet_in_a_folder(tmp_path: Path, size: int) -> None:
     assert (world.rank, world.size, world.local_rank, world.local_size, world.node, world.nodes) == (2, 5, 0, 3, 1, 2)
 
 
-def test_no_wait_is_without_an_end(tmp_path: Path) -> None:
+def test_no_wait_is_without_an_end(tmp_path):
     run_dir = RunDir(tmp_path / "run")
     run_dir.create()
     with pytest.raises(RunFailed, match="rank 1 of 2 waited for the other ranks to come"):
@@ -105,7 +105,7 @@ def test_no_wait_is_without_an_end(tmp_path: Path) -> None:
         FolderGroup("other", run_dir, 1, 0, 2, lambda: True).allgather(None, "come")
 
 
-def test_without_a_supervisor_a_heartbeat_does_nothing() -> None:
+def test_without_a_supervisor_a_heartbeat_does_nothing():
     beat.cache_clear()
     heartbeat()
     assert beat.cache_info().currsize == 1
@@ -121,11 +121,11 @@ def test_without_a_supervisor_a_heartbeat_does_nothing() -> None:
         (["--", "ls"], ([""], ["ls"])),
     ],
 )
-def test_a_program_stands_behind_two_dashes(words: list[str], expected: tuple[list[str], list[str]]) -> None:
+def test_a_program_stands_behind_two_dashes(words, expected):
     assert before_program(words) == expected
 
 
-def test_thousands_of_ranks_still_start_their_programs() -> None:
+def test_thousands_of_ranks_still_start_their_programs():
     addresses = [(f"node{rank // 8:04}", 30_000 + rank) for rank in range(8000)]
     place = place_of(5, [host for host, _ in addresses])
     found = variables("auto", place, addresses)
@@ -135,7 +135,7 @@ def test_thousands_of_ranks_still_start_their_programs() -> None:
         variables("tensorflow", place, addresses)
 
 
-def test_only_one_rank_lists_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_rank_lists_the_folder(tmp_path, monkeypatch):
     """All ranks would list as many files as there are ranks, several times a second."""
     run_dir, listed, everyone = RunDir(tmp_path), [], os.listdir
     run_dir.create()
@@ -150,14 +150,12 @@ def test_only_one_rank_lists_the_folder(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(listed) == 1
 
 
-def test_a_file_is_seen_by_a_client_that_remembers_it_as_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_seen_by_a_client_that_remembers_it_as_missing(tmp_path, monkeypatch):
     """As clients of NFS do for half a minute and more, unless they open the folder."""
     run_dir, missing, waits = RunDir(tmp_path), set[Path](), threading.get_ident()
     read, opened = safe_read.read_json, os.open
 
-    def read_json(path: Path) -> Any:
+    def read_json(path):
         if threading.get_ident() != waits:  # on another client
             return read(path)
         if path in missing:
@@ -168,12 +166,12 @@ def test_a_file_is_seen_by_a_client_that_remembers_it_as_missing(
             missing.add(path)
             raise
 
-    def open_(path: Any, *given: Any, **options: Any) -> int:
+    def open_(path, *given, **options):
         if path == first.folder and threading.get_ident() == waits:
             missing.clear()
         return opened(path, *given, **options)
 
-    def come_late() -> list[Any]:
+    def come_late():
         while not missing:
             time.sleep(0.001)
         return FolderGroup("test", run_dir, 1, 1, 2).allgather(1, timeout_s=20.0)

@@ -47,7 +47,7 @@ def events(link: Supervised) -> list[tuple[str, int]]:
     return [(event.name, event.step) for event in RunView(link.run_dir.path).events()]
 
 
-def test_without_a_supervisor_nothing_happens(tmp_path: Path) -> None:
+def test_without_a_supervisor_nothing_happens(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     own_loop.supervised.cache_clear()
     assert hpctrain.stop_requested() is hpctrain.stop_requested(agree=True) is False
@@ -57,16 +57,14 @@ def test_without_a_supervisor_nothing_happens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_stop_signal_only_sets_a_flag(link: Callable[..., Supervised], number: int) -> None:
+def test_a_stop_signal_only_sets_a_flag(link, number):
     link()
     assert not hpctrain.stop_requested()
     signal.raise_signal(number)
     assert hpctrain.stop_requested() and hpctrain.stop_requested()
 
 
-def test_a_file_server_that_fails_does_not_end_the_program(
-    link: Callable[..., Supervised], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_server_that_fails_does_not_end_the_program(link, monkeypatch):
     made = link()
     server = FileServer(errno.ESTALE, "STOP", "stat").install(monkeypatch)
     made.run_dir.stop_file.touch()
@@ -75,7 +73,7 @@ def test_a_file_server_that_fails_does_not_end_the_program(
     assert hpctrain.stop_requested(), "it is asked again"
 
 
-def test_a_first_call_from_another_thread_leaves_the_handlers_to_the_main_one(link: Callable[..., Supervised]) -> None:
+def test_a_first_call_from_another_thread_leaves_the_handlers_to_the_main_one(link):
     made = link()
     with ThreadPoolExecutor(1) as threads:
         assert not threads.submit(hpctrain.stop_requested).result()
@@ -84,7 +82,7 @@ def test_a_first_call_from_another_thread_leaves_the_handlers_to_the_main_one(li
     assert hpctrain.stop_requested()
 
 
-def test_a_save_with_accelerate_removes_the_one_before_and_a_resume_what_a_kill_cut_off(tmp_path: Path) -> None:
+def test_a_save_with_accelerate_removes_the_one_before_and_a_resume_what_a_kill_cut_off(tmp_path):
     loaded: list[str] = []
     accelerator = SimpleNamespace(
         save_state=lambda folder: Path(folder).mkdir(),
@@ -101,12 +99,12 @@ def test_a_save_with_accelerate_removes_the_one_before_and_a_resume_what_a_kill_
     assert {path.name for path in tmp_path.iterdir()} == {"step-5", "partial-results"}
 
 
-def test_a_stop_file_asks_too(link: Callable[..., Supervised]) -> None:
+def test_a_stop_file_asks_too(link):
     link().run_dir.stop_file.touch()
     assert hpctrain.stop_requested()
 
 
-def test_worker_processes_die_of_the_signals_as_before(link: Callable[..., Supervised]) -> None:
+def test_worker_processes_die_of_the_signals_as_before(link):
     link().listen()
     if (child := os.fork()) == 0:
         signal.raise_signal(signal.SIGTERM)
@@ -114,9 +112,7 @@ def test_worker_processes_die_of_the_signals_as_before(link: Callable[..., Super
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
 
 
-def test_steps_and_checkpoints_reach_the_run_folder(
-    link: Callable[..., Supervised], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_and_checkpoints_reach_the_run_folder(link, monkeypatch):
     monkeypatch.setattr(own_loop, "REPORT_S", 0.0)
     rank = link()
     for _ in range(3):
@@ -137,7 +133,7 @@ def test_steps_and_checkpoints_reach_the_run_folder(
     assert (found.checkpoint_step, found.progress.step, found.unsaved_steps) == (3, 5, 2)
 
 
-def test_a_resumed_program_counts_from_the_step_that_was_saved(link: Callable[..., Supervised]) -> None:
+def test_a_resumed_program_counts_from_the_step_that_was_saved(link):
     link()
     hpctrain.checkpoint_saved(3)
     rank = link()
@@ -147,16 +143,14 @@ def test_a_resumed_program_counts_from_the_step_that_was_saved(link: Callable[..
     assert events(rank) == [("run_started", 3), ("checkpoint_saved", 3), ("run_started", 3)]
 
 
-def test_ranks_above_0_report_nothing(link: Callable[..., Supervised]) -> None:
+def test_ranks_above_0_report_nothing(link):
     rank = link(rank=1, size=2)
     hpctrain.checkpoint_saved(3)
     hpctrain.stop_requested()
     assert events(rank) == [] and own_loop.saved_step() is None
 
 
-def test_ranks_that_nothing_connects_cannot_agree(
-    link: Callable[..., Supervised], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_nothing_connects_cannot_agree(link, monkeypatch):
     link(size=2)
     for name in ("torch.distributed", "mpi4py.MPI"):
         monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
@@ -164,10 +158,10 @@ def test_ranks_that_nothing_connects_cannot_agree(
         hpctrain.stop_requested(agree=True)
 
 
-def test_agreement_is_of_the_flags_of_one_call_before_and_final() -> None:
+def test_agreement_is_of_the_flags_of_one_call_before_and_final():
     started: list[bool] = []
 
-    def start(mine: bool) -> Callable[[], bool]:
+    def start(mine):
         started.append(mine)
         return lambda: len(started) == 2 or mine  # another rank gives true in the second exchange
 
@@ -197,7 +191,7 @@ print("stopped at", step, file=open(f"stopped-{rank}", "w"))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by", ["torch", "mpi"])
-def test_ranks_stop_at_the_same_step(tmp_path: Path, by: str) -> None:
+def test_ranks_stop_at_the_same_step(tmp_path, by):
     (tmp_path / "program.py").write_text(PROGRAM)
     words = [sys.executable, "-m", "hpctrain", "run", "-n", "2", "--", sys.executable, "program.py", by]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
@@ -205,7 +199,7 @@ def test_ranks_stop_at_the_same_step(tmp_path: Path, by: str) -> None:
     assert [(tmp_path / f"stopped-{rank}").read_text() for rank in range(2)] == ["stopped at 4\n"] * 2
 
 
-def test_a_mark_that_is_damaged_is_none(tmp_path: Path) -> None:
+def test_a_mark_that_is_damaged_is_none(tmp_path):
     run = RunDir(tmp_path)
     run.create()
     run.saved_step.write_text(json.dumps({"step": 3}))

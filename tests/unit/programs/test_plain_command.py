@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -46,7 +45,7 @@ WORD = LastWord(1, "n1", 1, 1.0, 0.0)
         (-9, False, Ending.FAILED, 137),
     ],
 )
-def test_exit_codes(code: int, asked: bool, expected: Ending, exit_code: int) -> None:
+def test_exit_codes(code, asked, expected, exit_code):
     made = ending(WORD, "prog", code, asked)
     assert (made.ending, made.exit_code) == (expected, exit_code)
     assert (made.error is not None) == (expected is Ending.FAILED)
@@ -60,13 +59,13 @@ def test_exit_codes(code: int, asked: bool, expected: Ending, exit_code: int) ->
         (1, "prog ended with exit code 1 (OSError: the disk is gone)"),
     ],
 )
-def test_what_a_program_said_is_quoted_if_it_ended_itself(code: int, what: str) -> None:
+def test_what_a_program_said_is_quoted_if_it_ended_itself(code, what):
     made = ending(WORD, "prog", code, False, "OSError: the disk is gone\nbye")
     assert made.error is not None and made.error.what == what
     assert made.error.code is (Code.KILLED if code == -signal.SIGSEGV else Code.EXCEPTION)
 
 
-def test_what_a_program_said_has_a_code_and_its_fix() -> None:
+def test_what_a_program_said_has_a_code_and_its_fix():
     made = ending(WORD, "prog", 1, False, "DistBackendError: NCCL error in: a.cpp:3\nCuda failure 2 'out of memory'")
     assert made.error is not None and made.error.code is Code.OUT_OF_MEMORY and "smaller batch" in made.error.fix
 
@@ -81,12 +80,12 @@ def test_what_a_program_said_has_a_code_and_its_fix() -> None:
         ("no_such_module", "install no_such_module for prog, or start the program with a Python that has it"),
     ],
 )
-def test_a_module_that_the_programs_python_lacks(module: str, fix: str) -> None:
+def test_a_module_that_the_programs_python_lacks(module, fix):
     made = ending(WORD, "prog", 1, False, f"ModuleNotFoundError: No module named '{module}'")
     assert made.error is not None and re.fullmatch(fix, made.error.fix)
 
 
-def test_a_program_that_the_kernel_killed_for_memory_says_so() -> None:
+def test_a_program_that_the_kernel_killed_for_memory_says_so():
     made = ending(WORD, "prog", -signal.SIGKILL, False, out_of_memory=True)
     assert made.error is not None and made.exit_code == 137
     assert made.error.what == "prog was killed by the kernel: out of memory"
@@ -124,13 +123,13 @@ def test_a_program_that_the_kernel_killed_for_memory_says_so() -> None:
         ("    raise OSError\nno disk\n  File 'a', line 3, in b\n    ~~~^\n", "no disk"),
     ],
 )
-def test_what_a_program_said_last(tmp_path: Path, printed: str, quoted: str) -> None:
+def test_what_a_program_said_last(tmp_path, printed, quoted):
     (tmp_path / "log").write_text(printed)
     assert said_last(tmp_path / "log") == quoted
     assert said_last(tmp_path / "no log") == ""
 
 
-def test_the_group_that_python_prints_is_read(tmp_path: Path) -> None:
+def test_the_group_that_python_prints_is_read(tmp_path):
     program = "raise ExceptionGroup('both', [ExceptionGroup('inner', [ValueError('no')]), OSError('late')])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     (tmp_path / "log").write_text(done.stderr)
@@ -139,7 +138,7 @@ def test_the_group_that_python_prints_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_program_that_failed_and_does_not_end_is_ended(tmp_path: Path) -> None:
+def test_a_program_that_failed_and_does_not_end_is_ended(tmp_path):
     """Its other ranks waited for it, and nothing ended the run."""
     waits = {
         "thread": "import threading, time; threading.Thread(target=time.sleep, args=(600,)).start()",
@@ -156,7 +155,7 @@ def test_a_program_that_failed_and_does_not_end_is_ended(tmp_path: Path) -> None
         assert "OSError: no disk" in word(RunDir(tmp_path / name))["error"]["what"]  # type: ignore[index]
 
 
-def test_a_program_that_asks_a_question_gets_no_answer(tmp_path: Path) -> None:
+def test_a_program_that_asks_a_question_gets_no_answer(tmp_path):
     """Open MPI gives rank 0 a pipe that never ends: nobody can answer in a batch job."""
     reading, writing = os.pipe()
     try:
@@ -179,7 +178,7 @@ def test_a_program_that_asks_a_question_gets_no_answer(tmp_path: Path) -> None:
         ({"SLURM_PROCID": "x"}, None),
     ],
 )
-def test_the_launcher_says_which_rank(environ: dict[str, str], expected: int | None) -> None:
+def test_the_launcher_says_which_rank(environ, expected):
     assert launched_rank(environ) == expected
 
 
@@ -201,7 +200,7 @@ def word(run_dir: RunDir) -> dict[str, object]:
     return dict(json.loads(path.read_text()))
 
 
-def test_output_and_last_word(tmp_path: Path) -> None:
+def test_output_and_last_word(tmp_path):
     run_dir = RunDir(tmp_path / "run")
     process = start(run_dir, "bash", "-c", "echo to the user; echo to the log >&2; exit 3")
     assert process.communicate(timeout=PATIENCE_S)[0] == "to the user\n"
@@ -210,7 +209,7 @@ def test_output_and_last_word(tmp_path: Path) -> None:
     assert (word(run_dir)["ending"], word(run_dir)["exit_code"]) == ("failed", 3)
 
 
-def test_the_stop_file_becomes_a_signal(tmp_path: Path) -> None:
+def test_the_stop_file_becomes_a_signal(tmp_path):
     run_dir = RunDir(tmp_path / "run")
     process = start(run_dir, "bash", "-c", "trap 'exit 75' TERM; echo ready; while :; do sleep 0.05; done")
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
@@ -220,7 +219,7 @@ def test_the_stop_file_becomes_a_signal(tmp_path: Path) -> None:
     assert word(run_dir)["ending"] == "stop_requested"
 
 
-def test_a_signal_to_all_processes_leaves_the_program_its_time(tmp_path: Path) -> None:
+def test_a_signal_to_all_processes_leaves_the_program_its_time(tmp_path):
     run_dir = RunDir(tmp_path / "run")
     program = "trap 'echo saving; sleep 0.2; echo saved; exit 75' TERM; echo ready; while :; do sleep 0.05; done"
     process = start(run_dir, "bash", "-c", program, process_group=0)
@@ -230,7 +229,7 @@ def test_a_signal_to_all_processes_leaves_the_program_its_time(tmp_path: Path) -
     assert word(run_dir)["ending"] == "stop_requested"
 
 
-def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+def test_a_program_that_is_not_there(tmp_path):
     run_dir = RunDir(tmp_path / "run")
     process = start(run_dir, "/no/such/program")
     process.communicate(timeout=PATIENCE_S)
@@ -238,7 +237,7 @@ def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     assert word(run_dir)["error"]["what"] == "cannot run /no/such/program: No such file or directory"  # type: ignore[index]
 
 
-def test_the_program_dies_with_its_rank(tmp_path: Path) -> None:
+def test_the_program_dies_with_its_rank(tmp_path):
     run_dir = RunDir(tmp_path / "run")
     process = start(run_dir, "bash", "-c", "echo $$; exec sleep 60")
     assert process.stdout is not None
@@ -249,9 +248,7 @@ def test_the_program_dies_with_its_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("received", "code"), [([], -signal.SIGTERM), ([signal.SIGTERM], 0)])
-def test_a_program_that_has_got_the_stop_signal_does_not_get_it_again(
-    tmp_path: Path, received: list[int], code: int
-) -> None:
+def test_a_program_that_has_got_the_stop_signal_does_not_get_it_again(tmp_path, received, code):
     run = RunDir(tmp_path)
     run.create()
     request_stop(run, StopRequest("somebody"))
@@ -262,7 +259,7 @@ def test_a_program_that_has_got_the_stop_signal_does_not_get_it_again(
     assert child.returncode == code
 
 
-def test_a_file_server_that_fails_ends_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_server_that_fails_ends_no_program(tmp_path, monkeypatch):
     run = RunDir(tmp_path)
     run.create()
     server = FileServer(errno.EIO, "STOP", "stat", 1000).install(monkeypatch)
@@ -270,7 +267,7 @@ def test_a_file_server_that_fails_ends_no_program(tmp_path: Path, monkeypatch: p
     assert watch(child, run, 1, 1, StopSignals(), tmp_path / "log") == (False, 0) and server.failed
 
 
-def test_ranks_meet_although_the_file_server_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_meet_although_the_file_server_fails(tmp_path, monkeypatch):
     run = RunDir(tmp_path)
     server = FileServer(errno.ESTALE, "ranks/1", "open", 3).install(monkeypatch)
     first, second = (FolderGroup("g", run, 1, rank, 2) for rank in range(2))
@@ -279,7 +276,7 @@ def test_ranks_meet_although_the_file_server_fails(tmp_path: Path, monkeypatch: 
         assert first.allgather("a") == other.result() == ["a", "b"] and server.failed == 3
 
 
-def test_a_signal_while_a_program_starts_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_while_a_program_starts_is_not_lost(monkeypatch):
     signals = StopSignals()
     with monkeypatch.context() as patch:
         # Between fork and exec the process is still this one, with its handlers.

@@ -1,7 +1,5 @@
 """Advice on data and buffers that cannot be used says what to write instead."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -24,13 +22,13 @@ class Sparse:
         ),
     ],
 )
-def test_data_of_other_kinds(data: object, said: str) -> None:
+def test_data_of_other_kinds(data, said):
     with pytest.raises(UserError) as refused:
         open_dataset(data)
     assert said in refused.value.fix
 
 
-def test_complex_inputs_are_not_told_to_become_float32() -> None:
+def test_complex_inputs_are_not_told_to_become_float32():
     (advice,) = advice_on("mat1 and mat2 must have the same dtype, but got ComplexFloat and Float")
     assert advice.startswith("Complex arrays need complex weights")
     (advice,) = advice_on("mat1 and mat2 must have the same dtype, but got Double and Float")

@@ -19,7 +19,7 @@ def after_step(digests: list[str]) -> None:
     DataPosition(cast(BatchSource, data)).after_step(cast(Training, training), cast(StepResult, None))
 
 
-def test_other_samples_than_on_rank_0_end_the_run() -> None:
+def test_other_samples_than_on_rank_0_end_the_run():
     after_step(["a", "a", "a"])
     with pytest.raises(UserError, match="rank 2 other samples than rank 0 in step 4"):
         after_step(["a", "a", "b"])

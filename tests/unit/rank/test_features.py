@@ -141,10 +141,10 @@ NEEDED = {
 
 
 @pytest.mark.parametrize("feature", sorted(features_of(BY_A_TASK)), ids=lambda one: one.name)
-def test_what_a_task_uses_is_found(feature: Feature, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_task_uses_is_found(feature, tmp_path, monkeypatch):
     """And a plain task uses none of it."""
 
-    def found(uses: set[Feature]) -> dict[Feature, Any]:
+    def found(uses):
         config, seen = config_of(uses, tmp_path), dict[Feature, Any]()
         monkeypatch.setattr(opening, "refuse", seen.update)
         problem = make_problem(config, alone())
@@ -180,7 +180,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("names", REFUSED.values(), ids=REFUSED)
-def test_each_place_refuses(names: str, tmp_path: Path) -> None:
+def test_each_place_refuses(names, tmp_path):
     uses = features_of(names)
     with pytest.raises(UserError) as refused:
         run(uses, tmp_path)
@@ -222,7 +222,7 @@ TRAINED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", TRAINED.values(), ids=TRAINED)
-def test_features_that_share_no_row_train_together(names: str, tmp_path: Path) -> None:
+def test_features_that_share_no_row_train_together(names, tmp_path):
     uses = features_of(names)
     metrics = run(uses, tmp_path)
     assert all(map(math.isfinite, metrics.values())) and bool(metrics) != (Feature.NO_VALIDATION in uses)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +83,14 @@ def run(folder: Path, hook: str, watch: Watch | None = None, steps: int = 20) ->
     return fit(config, hooks=[watch] if watch else [])
 
 
-def test_freezing(tmp_path: Path) -> None:
+def test_freezing(tmp_path):
     watch = Watch()
     run(tmp_path, "FrozenAtFirst(model[0], 12)", watch)
     moved = [not before.equal(after) for before, after in zip(watch.first_layer, watch.first_layer[1:], strict=False)]
     assert moved == [False] * 11 + [True] * 8
 
 
-def test_sample_pictures_in_the_report_and_in_tensorboard(tmp_path: Path) -> None:
+def test_sample_pictures_in_the_report_and_in_tensorboard(tmp_path):
     run(tmp_path, 'SamplePictures({"x": x[:4]}, (1, 1))')
     names = [f"samples-{step:09d}" for step in (5, 10, 15, 20)]
     assert [picture.name for picture in read_pictures(tmp_path / "run/pictures")] == names
@@ -100,14 +99,14 @@ def test_sample_pictures_in_the_report_and_in_tensorboard(tmp_path: Path) -> Non
     assert list((tmp_path / "run/tensorboard/pictures").iterdir())
 
 
-def test_own_logging(tmp_path: Path) -> None:
+def test_own_logging(tmp_path):
     run(tmp_path, "WeightNorms(model)")
     lines = [json.loads(line) for line in (tmp_path / "run/norms.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [10, 20]
     assert set(lines[0]["norms"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 
-def test_ending_by_a_rule_of_ones_own_that_counts_over_resumes(tmp_path: Path) -> None:
+def test_ending_by_a_rule_of_ones_own_that_counts_over_resumes(tmp_path):
     hook = "GoodEnough(loss=1e9, evaluations=3)"
     assert run(tmp_path, hook, Watch(last=12)).reason is StopReason.REQUESTED  # after two evaluations
     for _ in range(2):  # ends, and stays ended
@@ -115,13 +114,13 @@ def test_ending_by_a_rule_of_ones_own_that_counts_over_resumes(tmp_path: Path) -
         assert (summary.reason, summary.step) == (StopReason.EARLY, 15)
 
 
-def test_a_profiler_of_ones_own(tmp_path: Path) -> None:
+def test_a_profiler_of_ones_own(tmp_path):
     run(tmp_path, "MemoryProfile(5, 7)")
     assert "aten::" in (tmp_path / "run/memory.txt").read_text()
 
 
 @pytest.mark.parametrize(("hook", "message"), [("WeightNorms", "holds the class WeightNorms"), ("3", "holds an int")])
-def test_what_is_no_hook_is_refused(hook: str, message: str, tmp_path: Path) -> None:
+def test_what_is_no_hook_is_refused(hook, message, tmp_path):
     with pytest.raises(UserError, match=message):
         run(tmp_path, hook)
 
@@ -134,7 +133,7 @@ def profiled(folder: Path, task: str = CONFIG.task, steps: int = 8, **section: A
     return folder / "profile"
 
 
-def test_track_profile_records_the_steps_that_are_asked_for(tmp_path: Path) -> None:
+def test_track_profile_records_the_steps_that_are_asked_for(tmp_path):
     traces = profiled(tmp_path / "a", first_step=3, last_step=4)
     (trace,) = traces.iterdir()
     assert trace.name == "rank-00000-from-step-000000003.pt.trace.json"
@@ -146,13 +145,13 @@ def test_track_profile_records_the_steps_that_are_asked_for(tmp_path: Path) -> N
     assert trace.read_text().count("Optimizer.step#AdamW.step") == 5
 
 
-def test_track_profile_of_keras(tmp_path: Path) -> None:
+def test_track_profile_of_keras(tmp_path):
     task = f"{scheduled_keras_tasks.__file__}:task"
     traces = profiled(tmp_path, task, steps=5, first_step=2, last_step=3)
     assert list(traces.glob("rank-00000-from-step-000000002/plugins/profile/*/*.xplane.pb"))
 
 
-def test_a_profile_needs_steps_in_order() -> None:
+def test_a_profile_needs_steps_in_order():
     for wrong in (
         {"first_step": 5, "last_step": 4},
         {"last_step": 4},
@@ -175,12 +174,10 @@ class Closes(BaseHook):
         self.closed = True
 
 
-def test_hooks_and_sinks_are_closed_if_the_next_one_cannot_be_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hooks_and_sinks_are_closed_if_the_next_one_cannot_be_made(tmp_path, monkeypatch):
     hook, sink = Closes(), Closes()
 
-    def sinks(*given: Any) -> Iterator[Closes]:
+    def sinks(*given):
         yield sink
         raise UserError("the second sink cannot be made", "none")
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
-
-import pytest
 
 from hpctrain.comm.world import alone
 from hpctrain.rank.kept_choices import KeptReducer, kept_reducer, note_nccl
@@ -22,9 +19,7 @@ def choice_in(run_dir: RunDir) -> KeptReducer:
     return kept_reducer(SimpleNamespace(world=alone(), warn=print, folder=run_dir))  # type: ignore[arg-type]
 
 
-def test_a_choice_is_kept_for_the_next_attempt_at_the_same_number_of_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_choice_is_kept_for_the_next_attempt_at_the_same_number_of_ranks(tmp_path, monkeypatch):
     run_dir = RunDir(tmp_path / "run")
     run_dir.create()
     attempts = Attempts(run_dir)
@@ -37,7 +32,7 @@ def test_a_choice_is_kept_for_the_next_attempt_at_the_same_number_of_ranks(
     assert choice_in(run_dir).name is None
 
 
-def test_a_resume_with_another_nccl_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resume_with_another_nccl_says_so(tmp_path, monkeypatch):
     run_dir, said = RunDir(tmp_path / "run"), list[str]()
     run_dir.create()
     monkeypatch.setenv(ATTEMPT, str(Attempts(run_dir).begin()))

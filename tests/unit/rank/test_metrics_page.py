@@ -36,7 +36,7 @@ def config_of(folder: Path, source: str) -> Config:
     )
 
 
-def test_the_example_reports_numbers_curves_and_a_matrix(tmp_path: Path) -> None:
+def test_the_example_reports_numbers_curves_and_a_matrix(tmp_path):
     from sklearn.metrics import f1_score
 
     summary = fit(config_of(tmp_path, EXAMPLE))
@@ -61,7 +61,7 @@ def test_the_example_reports_numbers_curves_and_a_matrix(tmp_path: Path) -> None
     assert page.count(">validation hard/loss</text>") == 2, "against steps, and against time"
 
 
-def test_an_evaluation_that_was_cut_short_is_repeated_from_its_beginning(tmp_path: Path) -> None:
+def test_an_evaluation_that_was_cut_short_is_repeated_from_its_beginning(tmp_path):
     source = (
         f"import sys; sys.path[:0] = [{str(Path(__file__).parents[3])!r}]\n"
         "from tests.tasks.interrupted_metric import Interrupting\n"

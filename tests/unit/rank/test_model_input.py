@@ -57,28 +57,28 @@ def order(path: Path, fields: tuple[str, ...] | None = None, **given: Any) -> tu
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_array_that_the_loss_does_not_use_is_the_input(tmp_path: Path, loss: Any) -> None:
+def test_the_array_that_the_loss_does_not_use_is_the_input(tmp_path, loss):
     assert order(stored(tmp_path / "a.h5"), loss=loss) == ("state", "later")
 
 
 @pytest.mark.parametrize("loss", ["mse", lambda outputs, batch: outputs - batch["later"] + batch["state"].mean()])
-def test_an_undecided_input_is_refused_and_the_arrays_are_named(tmp_path: Path, loss: Any) -> None:
+def test_an_undecided_input_is_refused_and_the_arrays_are_named(tmp_path, loss):
     with pytest.raises(UserError, match="which array the model gets: the data list later, state"):
         order(stored(tmp_path / "a.h5"), loss=loss)
 
 
-def test_the_files_order_and_the_users_fields_decide(tmp_path: Path) -> None:
+def test_the_files_order_and_the_users_fields_decide(tmp_path):
     assert order(stored(tmp_path / "a.h5", track_order=True), loss="mse") == ("state", "later")
     assert order(stored(tmp_path / "b.h5"), fields=("state", "later"), loss="mse") == ("state", "later")
 
 
-def test_a_forward_decides_what_a_named_loss_compares(tmp_path: Path) -> None:
+def test_a_forward_decides_what_a_named_loss_compares(tmp_path):
     path = stored(tmp_path / "a.h5")
     assert order(path, loss="mse", forward=lambda model, batch: model(batch["state"])) == ("state", "later")
     assert order(path, loss=by_constant, forward=lambda model, batch: model(*batch.values())) == NAMES  # all by name
 
 
-def test_packing_does_not_turn_the_alphabet_into_an_order(tmp_path: Path) -> None:
+def test_packing_does_not_turn_the_alphabet_into_an_order(tmp_path):
     packed = tmp_path / "packed.h5"
     write_hdf5(packed, open_source([str(stored(tmp_path / "a.h5"))]))
     with pytest.raises(UserError, match="which array the model gets"):
@@ -92,7 +92,7 @@ def test_packing_does_not_turn_the_alphabet_into_an_order(tmp_path: Path) -> Non
     assert order(packed, loss="mse") == ("state", "later")
 
 
-def test_other_data_are_arranged_by_the_names_trained_on() -> None:
+def test_other_data_are_arranged_by_the_names_trained_on():
     other = open_dataset({"later": np.ones(4), "more": np.ones(4), "state": np.zeros((4, 2))})
     batch = make_batch(other, Recipe(names=("state", "later")), first_draw(np.arange(2)))
     assert list(batch) == ["state", "later", "more"]
@@ -100,7 +100,7 @@ def test_other_data_are_arranged_by_the_names_trained_on() -> None:
         make_batch(open_dataset({"x": np.ones(4)}), Recipe(names=("state",)), first_draw(np.arange(2)))
 
 
-def test_the_line_says_what_model_and_loss_get() -> None:
+def test_the_line_says_what_model_and_loss_get():
     batch = {"state": np.zeros((3, 1, 24, 24)), "later": np.zeros(3)}
     task = Task(model=None, loss=by_constant)
     assert described(task, ("state", "later"), batch) == "model gets state [1, 24, 24], loss gets later"
@@ -114,8 +114,8 @@ def test_the_line_says_what_model_and_loss_get() -> None:
     assert described(wrapped, ("state", "later"), batch) == "model gets state [1, 24, 24], loss gets later"
 
 
-def test_texts_of_nested_functions_are_found() -> None:
-    def outer(outputs: Any, batch: Any) -> Any:
+def test_texts_of_nested_functions_are_found():
+    def outer(outputs, batch):
         return sum(part(batch) for part in [lambda batch: batch["later"]])
 
     assert arrays_named(outer, NAMES) == ["later"]

@@ -82,7 +82,7 @@ def settings(optimizer: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_names_are_those_of_the_framework(run_file: Path, name: str) -> None:
+def test_names_are_those_of_the_framework(run_file, name):
     optimizer = made(run_file, "--optimizer.name", name, "--optimizer.weight_decay", "0.25", *SPECIAL.get(name, []))
     assert type(optimizer).__name__.lower() == name
     found = settings(optimizer)
@@ -92,19 +92,19 @@ def test_names_are_those_of_the_framework(run_file: Path, name: str) -> None:
     assert {key: found[key] for key in expected} == expected
 
 
-def test_an_optimizer_of_the_task_and_one_of_the_run_file_are_refused(run_file: Path) -> None:
+def test_an_optimizer_of_the_task_and_one_of_the_run_file_are_refused(run_file):
     with pytest.raises(UserError, match="names optimizer adamw, and the task has its own, SGD"):
         made(run_file, "--task_args.own", "true")
 
 
-def test_without_either_the_run_file_is_named_in_the_cure(run_file: Path) -> None:
+def test_without_either_the_run_file_is_named_in_the_cure(run_file):
     run_file.write_text(run_file.read_text().replace("optimizer:", "data: {} #"))
     with pytest.raises(UserError, match="optimizer of the task is missing") as caught:
         made(run_file)
     assert "optimizer: {name: adam" in caught.value.fix
 
 
-def test_parameters_that_are_not_trained_are_left_out(run_file: Path) -> None:
+def test_parameters_that_are_not_trained_are_left_out(run_file):
     optimizer = made(run_file)
     if hasattr(optimizer, "param_groups"):
         assert [list(each.shape) for each in optimizer.param_groups[0]["params"]] == [[3, 3], [3]]

@@ -17,7 +17,6 @@ from hpctrain.run.event_log import read_events
 from hpctrain.run.events import Train
 from hpctrain.run.folder import RunDir
 from hpctrain.train.hooks import BaseHook, StopReason
-from hpctrain.train.loop import RunSummary
 
 pytestmark = [pytest.mark.usefixtures("environment_of_a_run"), pytest.mark.slow]
 
@@ -50,7 +49,7 @@ def config(task: str, folder: Path, **changes: Any) -> Config:
 
 
 @pytest.mark.parametrize(("name", "source"), [("gan_of_page", GAN), ("pairs_of_page", PAIRS + PAIRS_TASK)])
-def test_examples_of_the_page(name: str, source: str, tmp_path: Path) -> None:
+def test_examples_of_the_page(name, source, tmp_path):
     file = tmp_path / f"{name}.py"
     file.write_text(source)
     try_task(config(f"{file}:task", tmp_path))
@@ -68,8 +67,8 @@ class Stop(BaseHook):
         return StopReason.REQUESTED if training.state.step == self.step else None
 
 
-def test_a_gan_that_is_interrupted_ends_where_one_that_is_not_ends(tmp_path: Path) -> None:
-    def run(folder: str, *hooks: Any) -> RunSummary:
+def test_a_gan_that_is_interrupted_ends_where_one_that_is_not_ends(tmp_path):
+    def run(folder, *hooks):
         saved = CheckpointConfig()
         train = TrainConfig(steps=6, global_batch=30, ema_decay=0.9, eval_every_steps=3)
         made = config(f"{GAN_FILE}:task", tmp_path / folder, checkpoint=saved, train=train)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ def a_step(clock: RingClock) -> None:
     clock.end_step()
 
 
-def test_ranges_have_the_names_of_phases_and_the_clock_goes_on(tmp_path: Path) -> None:
+def test_ranges_have_the_names_of_phases_and_the_clock_goes_on(tmp_path):
     clock = RingClock()
     profiler = PhaseProfiler(TorchProfiler(), clock)
     a_step(clock)
@@ -45,7 +44,7 @@ def test_ranges_have_the_names_of_phases_and_the_clock_goes_on(tmp_path: Path) -
     assert around["name"] == "backward"
 
 
-def test_a_profile_that_is_given_up_leaves_the_clock_alone(tmp_path: Path) -> None:
+def test_a_profile_that_is_given_up_leaves_the_clock_alone(tmp_path):
     clock = RingClock()
     before = clock.mark
     profiler = PhaseProfiler(TorchProfiler(), clock)

@@ -50,16 +50,16 @@ def plans(run: str, ranks: int, words: str) -> list[RankPlan]:
     ("ranks", "per_node", "found"),
     [(128, 8, [0, 7, 120, 127]), (8, 8, [0, 7]), (1, 1, [0]), (10, 8, [0, 7, 8, 9]), (3, 1, [0, 2])],
 )
-def test_ends_of_the_first_and_of_the_last_node_are_checked(ranks: int, per_node: int, found: list[int]) -> None:
+def test_ends_of_the_first_and_of_the_last_node_are_checked(ranks, per_node, found):
     assert ranks_to_check(ranks, per_node) == found
 
 
-def test_each_stage_is_checked() -> None:
+def test_each_stage_is_checked():
     assert ranks_to_check(16, 8, pipeline=4) == [0, 4, 7, 8, 12, 15]
     assert ranks_to_check(2, 8, pipeline=4) == [0, 1], "too few for the grid, which says so"
 
 
-def test_an_imagined_rank_is_in_the_groups_of_a_real_one() -> None:
+def test_an_imagined_rank_is_in_the_groups_of_a_real_one():
     world = in_grid(imagine(13, 16, 8), tensor=2, pipeline=2)
     groups = (world.data, world.tensor, world.pipeline, world.local)
     assert [one.ranks for one in groups] == [(9, 11, 13, 15), (12, 13), (5, 13), tuple(range(8, 16))]  # type: ignore[attr-defined]
@@ -78,7 +78,7 @@ def test_an_imagined_rank_is_in_the_groups_of_a_real_one() -> None:
         f"--parallel.pipeline 2 --parallel.tensor 2 --parallel.pipeline_chunks 3 {GATHERED}",
     ],
 )
-def test_128_ranks_can_be_built_by_one_process(run: str, words: str) -> None:
+def test_128_ranks_can_be_built_by_one_process(run, words):
     found = plans(run, 128, words)
     second_stage = [(64, 8)] if "pipeline" in words else []
     assert [(one.rank, one.node) for one in found] == [(0, 0), (7, 0), *second_stage, (120, 15), (127, 15)]
@@ -87,7 +87,7 @@ def test_128_ranks_can_be_built_by_one_process(run: str, words: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_check_agrees_with_the_table(run: str, cli) -> None:
+def test_a_check_agrees_with_the_table(run, cli):
     """Which has trained a step of the whole model."""
     rows = ["--parallel.shard", "parameters"]
     staged = [*rows, "--parallel.pipeline", "2", "--task", "tests.tasks.pipeline_tasks:methods"]
@@ -118,13 +118,13 @@ def test_a_check_agrees_with_the_table(run: str, cli) -> None:
         (128, "--sync.kind local --sync.every_steps 2", "sync.kind: local"),
     ],
 )
-def test_what_would_fail_on_the_ranks_fails_here(run: str, ranks: int, words: str, said: str) -> None:
+def test_what_would_fail_on_the_ranks_fails_here(run, ranks, words, said):
     with pytest.raises(UserError, match=said):
         plans(run, ranks, words)
 
 
 @pytest.mark.slow
-def test_a_model_that_depends_on_the_rank_is_found(tmp_path: Path) -> None:
+def test_a_model_that_depends_on_the_rank_is_found(tmp_path):
     (tmp_path / "own.py").write_text(OWN_TASK)
     run = tmp_path / "run.yaml"
     run.write_text(f"name: own\ntask: {tmp_path}/own.py:task\ntrain: {{steps: 1, global_batch: 64}}\n")
@@ -134,7 +134,7 @@ def test_a_model_that_depends_on_the_rank_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_parameters_without_values_get_no_memory(tmp_path: Path) -> None:
+def test_parameters_without_values_get_no_memory(tmp_path):
     run = tmp_path / "run.yaml"
     keys = "task_args: {width: 16384, meta: true}\ncheckpoint: {init_from: none.safetensors}\n"
     task = "task: tests.tasks.valueless_tasks:task\ntrain: {steps: 1, global_batch: 64}\n"
@@ -148,8 +148,8 @@ def test_parameters_without_values_get_no_memory(tmp_path: Path) -> None:
     assert grown < 1 << 19, "KiB; a rank's rows alone have 1 GiB"
 
 
-def test_ranks_of_a_group_must_call_the_same() -> None:
-    def plan(rank: int, *calls: Call) -> RankPlan:
+def test_ranks_of_a_group_must_call_the_same():
+    def plan(rank, *calls):
         return RankPlan(rank, "", 0, 1, WHOLE, Calls([(call, None) for call in calls]))
 
     models, sums = Call("world", (0, 1), "compare the models", ""), Call("world", (0, 1), "add", "float64[2]")
@@ -160,7 +160,7 @@ def test_ranks_of_a_group_must_call_the_same() -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_has_too_little_memory_is_named(run: str, cli) -> None:
+def test_a_rank_that_has_too_little_memory_is_named(run, cli):
     said = cli("plan", run, "-n", "16", "--check", "--memory", "64G", "--parallel.tensor", "2").out
     assert "rank 8 (data 4, tensor 0) on node 1: 32 samples, parameters" in said and "nodes of 8 ranks" in said
     assert "rank 0 needs" in cli("plan", run, "-n", "16", "--check", "--memory", "1M", code=64).err

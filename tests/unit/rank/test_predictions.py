@@ -37,7 +37,7 @@ def predict(outputs: Outputs, path: Path) -> None:
     write_predictions(Model(outputs), data, Group("alone"), path)  # type: ignore[arg-type]
 
 
-def test_every_sample_has_its_row(tmp_path: Path) -> None:
+def test_every_sample_has_its_row(tmp_path):
     path = tmp_path / "new" / "predictions.h5"
     predict(lambda x: np.stack([x, -x], axis=1), path)
     with h5py.File(path) as file:
@@ -53,13 +53,13 @@ def test_every_sample_has_its_row(tmp_path: Path) -> None:
         lambda x: x.mean(),
     ],
 )
-def test_outputs_that_are_not_one_row_a_sample_are_refused(outputs: Outputs, tmp_path: Path) -> None:
+def test_outputs_that_are_not_one_row_a_sample_are_refused(outputs, tmp_path):
     with pytest.raises(UserError, match="'output' is float"):
         predict(outputs, tmp_path / "predictions.h5")
     assert not (tmp_path / "predictions.h5").exists()
 
 
-def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_refused(tmp_path):
     with pytest.raises(UserError, match="is a folder"):
         predict(lambda x: x, tmp_path)
     (tmp_path / "file").touch()

@@ -37,7 +37,7 @@ def end(run: RunDir, verdict: RunVerdict, step: int) -> int:
     return number
 
 
-def test_a_failure_is_told_with_its_first_death_and_the_steps_that_are_done_again(run: RunDir) -> None:
+def test_a_failure_is_told_with_its_first_death_and_the_steps_that_are_done_again(run):
     number = end(run, KILLED, 17)
     run.monitor.mkdir(exist_ok=True)
     (run.monitor / f"deaths-{number}-n1.txt").write_text("1000.5 1\n1002.0 0\n")
@@ -53,7 +53,7 @@ def test_a_failure_is_told_with_its_first_death_and_the_steps_that_are_done_agai
     assert [warned.text for warned in progress.warnings] == [event.text]
 
 
-def test_without_deaths_the_earliest_last_word_or_the_end_counts(run: RunDir) -> None:
+def test_without_deaths_the_earliest_last_word_or_the_end_counts(run):
     number = end(run, KILLED, 5)
     [attempt] = Attempts(run).all()
     loss = loss_before(run, number + 1)
@@ -64,7 +64,7 @@ def test_without_deaths_the_earliest_last_word_or_the_end_counts(run: RunDir) ->
     assert loss is not None and (loss.since, loss.reached) == (7.0, 9)
 
 
-def test_an_attempt_that_failed_before_its_first_step_prolongs_the_failure_before_it(run: RunDir) -> None:
+def test_an_attempt_that_failed_before_its_first_step_prolongs_the_failure_before_it(run):
     first = end(run, KILLED, 17)
     (run.monitor / f"deaths-{first}-n1.txt").write_text("1000.5 1\n")
     number = Attempts(run).begin()
@@ -80,12 +80,12 @@ def test_an_attempt_that_failed_before_its_first_step_prolongs_the_failure_befor
         RunVerdict(Action.FAIL, ExitCode.USER_ERROR, "x"),
     ],
 )
-def test_what_ended_in_order_or_had_to_be_corrected_is_no_loss(run: RunDir, verdict: RunVerdict) -> None:
+def test_what_ended_in_order_or_had_to_be_corrected_is_no_loss(run, verdict):
     assert loss_before(run, 1) is None
     assert loss_before(run, end(run, verdict, 5) + 1) is None
 
 
-def test_the_end_of_a_long_file_of_events_is_read_alone(run: RunDir) -> None:
+def test_the_end_of_a_long_file_of_events_is_read_alone(run):
     writer = EventWriter(run.events, print)
     for step in range(1, 200):
         writer.append(Train(step=step, attempt=1))

@@ -91,7 +91,7 @@ def whole_and_resumed(folder: Path, config: Config = CONFIG, schedule: str = "")
 @pytest.mark.parametrize(
     "schedule", [name for name in scheduled_tasks.MAKERS if "_by_" not in name and name != "not_one"]
 )
-def test_schedulers_of_torch_set_what_they_set_by_themselves_and_resume(schedule: str, tmp_path: Path) -> None:
+def test_schedulers_of_torch_set_what_they_set_by_themselves_and_resume(schedule, tmp_path):
     whole = whole_and_resumed(tmp_path, schedule=schedule)
     if schedule == "plateau":  # follows the losses
         assert whole.used[0][0][0] > whole.used[STEPS - 1][0][0]
@@ -106,7 +106,7 @@ def test_schedulers_of_torch_set_what_they_set_by_themselves_and_resume(schedule
             scheduler.step()
 
 
-def test_a_function_of_the_step_gives_one_factor_or_one_for_each_group(tmp_path: Path) -> None:
+def test_a_function_of_the_step_gives_one_factor_or_one_for_each_group(tmp_path):
     one = whole_and_resumed(tmp_path / "one", schedule="function")
     assert [one.used[step][0][0] for step in range(3)] == pytest.approx([0.02, 0.01, 0.02 / 3])
     assert [one.used[step][1][0] for step in range(2)] == [0.01, 0.005]
@@ -131,7 +131,7 @@ class KerasRates(BaseHook):
 
 
 @pytest.mark.parametrize("schedule", ["keras", "function"])
-def test_schedules_of_keras_are_resumed(schedule: str, tmp_path: Path) -> None:
+def test_schedules_of_keras_are_resumed(schedule, tmp_path):
     task = f"{scheduled_keras_tasks.__file__}:task"
     config = dataclasses.replace(CONFIG, task=task, task_args={"schedule": schedule})
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=6))
@@ -149,7 +149,7 @@ def test_schedules_of_keras_are_resumed(schedule: str, tmp_path: Path) -> None:
             fit(dataclasses.replace(config, run_dir=str(tmp_path / other), task_args={"schedule": other}))
 
 
-def test_a_plateau_lowers_the_rate_and_is_resumed(tmp_path: Path) -> None:
+def test_a_plateau_lowers_the_rate_and_is_resumed(tmp_path):
     plateau = PlateauConfig(patience=1, min_delta=1e9, factor=0.5, cooldown=1)
     config = dataclasses.replace(CONFIG, schedule=ScheduleConfig(kind="plateau", final_factor=0.3, plateau=plateau))
     config = dataclasses.replace(config, train=dataclasses.replace(CONFIG.train, eval_every_steps=2))
@@ -170,15 +170,15 @@ def test_a_plateau_lowers_the_rate_and_is_resumed(tmp_path: Path) -> None:
         ("", ScheduleConfig(kind="plateau", plateau=PlateauConfig(metric="f1")), "which the task does not report"),
     ],
 )
-def test_what_cannot_be_is_said(schedule: str, section: ScheduleConfig, message: str, tmp_path: Path) -> None:
+def test_what_cannot_be_is_said(schedule, section, message, tmp_path):
     with pytest.raises(UserError, match=message):
         attempt(tmp_path, dataclasses.replace(CONFIG, schedule=section), schedule=schedule)
 
 
-def test_state_of_another_scheduler_is_refused(tmp_path: Path) -> None:
+def test_state_of_another_scheduler_is_refused(tmp_path):
     from hpctrain.backends.torch.state.lr_scheduler import SchedulerHook
 
-    def hook(scheduler: Any) -> SchedulerHook:
+    def hook(scheduler):
         return SchedulerHook(TorchScheduler(scheduler), torch.optim.SGD([torch.zeros(1)], lr=1.0))
 
     saved = hook(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3)).state_dict()
@@ -187,7 +187,7 @@ def test_state_of_another_scheduler_is_refused(tmp_path: Path) -> None:
         hook(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3)).load_state_dict(saved)
 
 
-def test_a_scheduler_of_the_users_may_have_a_number_of_steps_and_go_on_after_it() -> None:
+def test_a_scheduler_of_the_users_may_have_a_number_of_steps_and_go_on_after_it():
     from hpctrain.backends.torch.state.lr_scheduler import SchedulerHook
 
     class WarmUp(torch.optim.lr_scheduler.LambdaLR):
@@ -198,7 +198,7 @@ def test_a_scheduler_of_the_users_may_have_a_number_of_steps_and_go_on_after_it(
     SchedulerHook(given, torch.optim.SGD([torch.zeros(1)], lr=1.0)).before_fit(training)
 
 
-def test_the_reported_factor_is_that_of_the_last_update(tmp_path: Path) -> None:
+def test_the_reported_factor_is_that_of_the_last_update(tmp_path):
     from tests.support.command import events
 
     config = dataclasses.replace(CONFIG, track=dataclasses.replace(CONFIG.track, every_steps=1))
@@ -208,7 +208,7 @@ def test_the_reported_factor_is_that_of_the_last_update(tmp_path: Path) -> None:
     assert not any(math.isnan(factor) for factor in factors)
 
 
-def test_a_longer_run_is_accepted_and_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_longer_run_is_accepted_and_told(tmp_path, capfd):
     config = dataclasses.replace(CONFIG, schedule=ScheduleConfig(kind="linear"))
     longer = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=40))
     attempt(tmp_path, config)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hpctrain.comm.group import Group
-from hpctrain.comm.world import World, alone
+from hpctrain.comm.world import alone
 from hpctrain.errors import RunFailed
 from hpctrain.rank import session
 from hpctrain.rank.session import Session
@@ -29,7 +28,7 @@ class Late(Group):
         raise RunFailed(f"rank 0 waited {timeout_s} s for the other ranks to {what}", "none")
 
 
-def test_after_an_exchange_that_was_given_up_there_is_no_other() -> None:
+def test_after_an_exchange_that_was_given_up_there_is_no_other():
     late = Late("errors")
     session = Session(alone(), late, StopSignals())
     with pytest.raises(ValueError, match="by this rank"), session.phase("try the task on one batch"):
@@ -38,9 +37,7 @@ def test_after_an_exchange_that_was_given_up_there_is_no_other() -> None:
     assert late.asked == 1
 
 
-def test_a_rank_that_mpi_does_not_connect_is_seen_and_its_log_has_its_stacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_mpi_does_not_connect_is_seen_and_its_log_has_its_stacks(tmp_path, monkeypatch):
     run = RunDir(tmp_path)
     run.create()
     for name, value in {RUN_DIR: str(tmp_path), ATTEMPT: "1", "PMIX_RANK": "3"}.items():
@@ -48,7 +45,7 @@ def test_a_rank_that_mpi_does_not_connect_is_seen_and_its_log_has_its_stacks(
     monkeypatch.setattr(session, "STACKS_S", 0.05)
     found: list[LastWord] = []
 
-    def stands_still() -> World:
+    def stands_still():
         wait_for("stacks", lambda: "stands_still" in run.log(3, 1).read_text())
         found.extend(collect(run, 1))
         return alone()

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -68,7 +67,7 @@ def by_supervisor(rank: subprocess.Popen[str], run: RunDir) -> None:
         (by_supervisor, "signal SIGUSR1", Code.TIME_LIMIT),
     ],
 )
-def test_a_request_ends_set_up(tmp_path: Path, ask: Ask, by: str, code: Code) -> None:
+def test_a_request_ends_set_up(tmp_path, ask, by, code):
     (tmp_path / "endless.py").write_text(TASK)
     (tmp_path / "run.yaml").write_text("name: r\ntask: endless.py:task\ntrain: {global_batch: 8, epochs: 1}\n")
     words = [sys.executable, "-m", "hpctrain", "train", "run.yaml"]
@@ -86,7 +85,7 @@ def test_a_request_ends_set_up(tmp_path: Path, ask: Ask, by: str, code: Code) ->
     assert explain(RunView(run.path).history()).cause is code
 
 
-def test_a_request_ends_a_set_up_that_is_too_short_to_be_interrupted(tmp_path: Path) -> None:
+def test_a_request_ends_a_set_up_that_is_too_short_to_be_interrupted(tmp_path):
     (tmp_path / "short.py").write_text(SHORT)
     (tmp_path / "run.yaml").write_text("name: r\ntask: short.py:task\ntrain: {global_batch: 8, epochs: 1}\n")
     words = [sys.executable, "-m", "hpctrain", "train", "run.yaml"]
@@ -95,12 +94,12 @@ def test_a_request_ends_a_set_up_that_is_too_short_to_be_interrupted(tmp_path: P
     assert "stopped by STOP file before training began (make the task)" in rank.stderr
 
 
-def test_long_set_up_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_set_up_is_told_of(monkeypatch):
     monkeypatch.setattr(stop_requests, "LOOK_S", 0.01)
     monkeypatch.setattr(stop_requests, "TELL_S", 0.02)
     told, twice = [], threading.Event()
 
-    def tell(text: str) -> None:
+    def tell(text):
         told.append(text)
         if len(told) == 2:
             twice.set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -200,7 +199,7 @@ def config_of(module: Any, which: str) -> Config:
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("which", wrong_torch_tasks.WRONG)
-def test_wrong_torch_tasks(which: str) -> None:
+def test_wrong_torch_tasks(which):
     what, line, fix = TORCH[which]
     with pytest.raises(UserError, match=f"(?s){what}.*{line}.*fix: .*{fix}") as caught:
         try_task(config_of(wrong_torch_tasks, which))
@@ -209,7 +208,7 @@ def test_wrong_torch_tasks(which: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of Keras, before it fails
 @pytest.mark.parametrize("which", KERAS)
-def test_wrong_keras_tasks(which: str) -> None:
+def test_wrong_keras_tasks(which):
     what, line, fix = KERAS[which]
     with pytest.raises(UserError, match=f"(?s){what}.*{line}.*fix: .*{fix}") as caught:
         try_task(config_of(wrong_keras_tasks, which))
@@ -218,12 +217,12 @@ def test_wrong_keras_tasks(which: str) -> None:
     )
 
 
-def test_each_wrong_task_is_in_the_tables() -> None:
+def test_each_wrong_task_is_in_the_tables():
     assert TORCH.keys() == wrong_torch_tasks.WRONG.keys() and KERAS.keys() == wrong_keras_tasks.WRONG.keys()
     assert len(TORCH) + len(KERAS) >= 40
 
 
-def test_a_keras_loss_that_depends_on_no_weight_is_found_when_it_is_traced() -> None:
+def test_a_keras_loss_that_depends_on_no_weight_is_found_when_it_is_traced():
     config = config_of(wrong_keras_tasks, "argmax")
     framework, batch = framework_of(config)
     with pytest.raises(UserError, match="loss does not depend on the weights"):
@@ -245,12 +244,12 @@ def framework_of(config: Config) -> tuple[Any, Any]:
     ],
     ids=str,
 )
-def test_right_tasks_pass_and_stay_as_they_were(module: Any, which: str) -> None:
+def test_right_tasks_pass_and_stay_as_they_were(module, which):
     config = config_of(module, which)
     validation = first_validation(make_problem(config, alone()))
     framework, batch = framework_of(config)
 
-    def values() -> dict[str, Any]:
+    def values():
         found = {}
         for tensor in framework.state():
             found[tensor.name] = np.empty(tensor.shape, tensor.dtype)
@@ -267,7 +266,7 @@ def test_right_tasks_pass_and_stay_as_they_were(module: Any, which: str) -> None
     assert any(not np.array_equal(before[name], changed[name]) for name in before if name.startswith("model/"))
 
 
-def test_names_and_objects_are_the_functions() -> None:
+def test_names_and_objects_are_the_functions():
     losses = []
     for which in wrong_torch_tasks.RIGHT.keys() - {"validation_only"}:
         problem = make_problem(config_of(wrong_torch_tasks, which), alone())
@@ -277,7 +276,7 @@ def test_names_and_objects_are_the_functions() -> None:
     assert losses == pytest.approx([losses[0]] * len(losses))  # a sum divided later rounds differently
 
 
-def test_the_first_batch_is_this_ranks_micro_batch() -> None:
+def test_the_first_batch_is_this_ranks_micro_batch():
     config = config_of(wrong_torch_tasks, "own")
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, accumulate=2))
     problem = make_problem(config, alone())
@@ -287,7 +286,7 @@ def test_the_first_batch_is_this_ranks_micro_batch() -> None:
     assert len(first_batch(problem, alone(), 3)["x"]) == 3
 
 
-def test_the_doctor_tells_what_is_wrong_with_a_task() -> None:
+def test_the_doctor_tells_what_is_wrong_with_a_task():
     wrong, right = (trial(config_of(wrong_torch_tasks, which)) for which in ("metric", "own"))
     assert (wrong.topic, wrong.status) == ("trial", Status.PROBLEM)
     assert "KeyError: 'label' (wrong_torch_tasks.py:" in wrong.value
@@ -298,7 +297,7 @@ def test_the_doctor_tells_what_is_wrong_with_a_task() -> None:
     assert "checkpoint.best_metric is 'f1', which the task does not report" in trial(watching).value
 
 
-def test_a_single_process_has_a_log_with_the_traceback(tmp_path: Path) -> None:
+def test_a_single_process_has_a_log_with_the_traceback(tmp_path):
     from tests.support.command import hpctrain, write_run
 
     task = f"{wrong_torch_tasks.__file__}:task"
@@ -315,7 +314,7 @@ def test_a_single_process_has_a_log_with_the_traceback(tmp_path: Path) -> None:
     assert "Traceback" in log.read_text() and "wrong_torch_tasks.py" in log.read_text()
 
 
-def test_a_run_gives_the_same_advice_as_doctor() -> None:
+def test_a_run_gives_the_same_advice_as_doctor():
     known = AttributeError("cannot assign module before Module.__init__() call")
     assert message(known)[1].endswith("Begin __init__ of the class with super().__init__()")
     x = torch.ones(2, requires_grad=True).exp()
@@ -351,7 +350,7 @@ def task(plain=True):
 """
 
 
-def test_data_workers_are_started_with_any_option_of_the_run_file(tmp_path: Path) -> None:
+def test_data_workers_are_started_with_any_option_of_the_run_file(tmp_path):
     (tmp_path / "photos.py").write_text(OBJECT)
     (tmp_path / "run.yaml").write_text(
         f"name: run\ntask: {tmp_path}/photos.py:task\ntrain: {{steps: 1, global_batch: 4}}\n"
@@ -365,7 +364,7 @@ def test_data_workers_are_started_with_any_option_of_the_run_file(tmp_path: Path
         try_task(config)
 
 
-def test_workers_of_a_loader_that_are_not_used_are_named(tmp_path: Path) -> None:
+def test_workers_of_a_loader_that_are_not_used_are_named(tmp_path):
     (tmp_path / "task.py").write_text(
         "import hpctrain, torch\n"
         "from torch.utils.data import DataLoader, TensorDataset\n"
@@ -378,7 +377,7 @@ def test_workers_of_a_loader_that_are_not_used_are_named(tmp_path: Path) -> None
     assert "data.workers is 0; num_workers=1 of the DataLoader is not used" in found
 
 
-def test_a_loss_of_a_stream_that_is_no_mean_is_refused(tmp_path: Path) -> None:
+def test_a_loss_of_a_stream_that_is_no_mean_is_refused(tmp_path):
     (tmp_path / "task.py").write_text(
         "import hpctrain, torch\n"
         "class Lines:\n"

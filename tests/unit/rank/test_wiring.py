@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,7 +51,7 @@ STOPPING = dataclasses.replace(PLAIN.train, early_stop=EarlyStopConfig(metric="l
         ({"checkpoint": CheckpointConfig(best_metric="loss")}, "checkpoint.best_metric"),
     ],
 )
-def test_a_watched_metric_needs_validation_data(change: dict[str, Any], key: str) -> None:
+def test_a_watched_metric_needs_validation_data(change, key):
     config = dataclasses.replace(PLAIN, **change)
     without, judged = (task_features(PLAIN.task, task_with(given), Order(2, 2), 1) for given in (None, ARRAYS))
     with pytest.raises(UserError, match=f"{key} is 'loss', but task m:f has no validation data"):
@@ -80,7 +79,7 @@ ARRAYS = {"x": np.zeros((6, 2)), "y": [0, 1, 0, 1, 0, 1]}
         ({"x": [[1, 2], [3, 4]]}, ["validation"]),
     ],
 )
-def test_validation_is_one_set_or_several_by_name(validation: Any, names: list[str]) -> None:
+def test_validation_is_one_set_or_several_by_name(validation, names):
     assert list(validation_sets(task_with(validation))) == names
 
 
@@ -93,12 +92,12 @@ def test_validation_is_one_set_or_several_by_name(validation: Any, names: list[s
         ({"dev": ARRAYS, "y": np.zeros(3)}, "holds both sets of data and arrays, such as 'y'"),
     ],
 )
-def test_names_that_cannot_stand_before_metrics_are_refused(validation: Any, said: str) -> None:
+def test_names_that_cannot_stand_before_metrics_are_refused(validation, said):
     with pytest.raises(UserError, match=said):
         validation_sets(task_with(validation, auc=len))
 
 
-def test_the_first_sets_metrics_are_watched_by_their_plain_names() -> None:
+def test_the_first_sets_metrics_are_watched_by_their_plain_names():
     for metric, fits in (("loss", True), ("hard/loss", True), ("dev/loss", False)):
         config = dataclasses.replace(PLAIN, checkpoint=CheckpointConfig(best_metric=metric))
         if fits:
@@ -109,7 +108,7 @@ def test_the_first_sets_metrics_are_watched_by_their_plain_names() -> None:
         assert caught.value.fix == "write checkpoint.best_metric: loss"
 
 
-def test_a_watched_metric_that_the_task_lacks_is_refused_before_the_first_step() -> None:
+def test_a_watched_metric_that_the_task_lacks_is_refused_before_the_first_step():
     """It was after the first evaluation: an epoch was trained for nothing."""
     for metric in ("acc", "hard/acc", "acc/0", "loss", "hard/loss"):
         watching = dataclasses.replace(PLAIN, checkpoint=CheckpointConfig(best_metric=metric)).features()
@@ -124,7 +123,7 @@ def test_a_watched_metric_that_the_task_lacks_is_refused_before_the_first_step()
         assert caught.value.fix == "name one of f1, loss"
 
 
-def test_validation_has_a_batch_of_its_own() -> None:
+def test_validation_has_a_batch_of_its_own():
     own = TrainConfig(steps=3, global_batch=2, eval_batch_per_rank=4)
     for train, batches in ((own, 2), (PLAIN.train, 3)):
         loading = Loading(Recipe(), 1, validation_batch(train, 1), 2, 0)
@@ -134,7 +133,7 @@ def test_validation_has_a_batch_of_its_own() -> None:
 
 
 @pytest.mark.slow
-def test_each_set_is_opened_and_one_that_is_a_stream_is_named(tmp_path: Path) -> None:
+def test_each_set_is_opened_and_one_that_is_a_stream_is_named(tmp_path):
     (tmp_path / "task.py").write_text(
         "import hpctrain, torch\n"
         "def task(stream):\n"
@@ -150,7 +149,7 @@ def test_each_set_is_opened_and_one_that_is_a_stream_is_named(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("compression", ["none", "fp16", "auto"])
-def test_nothing_is_measured_while_nodes_train_apart(compression: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_measured_while_nodes_train_apart(compression, monkeypatch):
     choices: list[ReducerChoice] = []
     monkeypatch.setattr(wiring, "open_framework", lambda *given: choices.append(given[-1]))
     monkeypatch.setattr(wiring, "LocalFramework", lambda *given: None)
@@ -165,7 +164,7 @@ def test_nothing_is_measured_while_nodes_train_apart(compression: Any, monkeypat
     ("validation", "field"),
     [(np.zeros((0, 2)), "validation"), ({"hard": {"x": np.zeros((0, 2))}}, r"validation\['hard'\]")],
 )
-def test_what_is_wrong_with_data_names_the_field(validation: Any, field: str) -> None:
+def test_what_is_wrong_with_data_names_the_field(validation, field):
     task = task_with({"x": validation} if field == "validation" else validation)
     (name, given), *_ = validation_sets(task).items()
     with pytest.raises(UserError, match=f"^{field} of the task: the dict of arrays holds no samples"):

@@ -1,7 +1,5 @@
 """16-bit forms: the same bits as the hardware's and torch's conversions."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,7 +15,7 @@ floats = of_numpy.arrays(np.float32, st.integers(0, 50), elements=st.floats(widt
 @settings(deadline=None)  # the first call imports torch
 @given(floats)
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
-def test_torch_rounds_the_same_way(name: str, values: np.ndarray) -> None:
+def test_torch_rounds_the_same_way(name, values):
     torch_allreduce = pytest.importorskip("hpctrain.backends.torch.reduce.allreduce")
     packed = {}
     for codec in (CODECS[name], torch_allreduce.CODECS[name]):
@@ -29,7 +27,7 @@ def test_torch_rounds_the_same_way(name: str, values: np.ndarray) -> None:
     np.testing.assert_array_equal(first, second)
 
 
-def test_bfloat16_rounds_to_nearest_even() -> None:
+def test_bfloat16_rounds_to_nearest_even():
     values = np.array([1.0, 1 + 2**-8, 1 + 3 * 2**-8, -2.5, np.inf, 0.0], np.float32)
     out, back = np.zeros(6, np.uint16), np.zeros(6, np.float32)
     CODECS["bf16"].encode(values, out)

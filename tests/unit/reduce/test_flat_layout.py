@@ -1,7 +1,5 @@
 """Index arithmetic of the flat gradient buffer."""
 
-from __future__ import annotations
-
 import itertools
 
 from hypothesis import given
@@ -13,7 +11,7 @@ sizes = st.lists(st.integers(0, 5000), min_size=1, max_size=30)
 
 
 @given(sizes, st.one_of(st.none(), st.integers(1, 8000)), st.integers(0, 32))
-def test_buckets_cover_the_buffer_in_the_order_of_backward(sizes: list[int], bucket: int | None, extra: int) -> None:
+def test_buckets_cover_the_buffer_in_the_order_of_backward(sizes, bucket, extra):
     layout = plan(sizes, bucket, extra)
     assert layout.buckets[0].begin == 0
     assert layout.buckets[-1].end == layout.length == layout.gradients + extra
@@ -27,7 +25,7 @@ def test_buckets_cover_the_buffer_in_the_order_of_backward(sizes: list[int], buc
 
 
 @given(sizes)
-def test_gradients_are_aligned_and_do_not_overlap(sizes: list[int]) -> None:
+def test_gradients_are_aligned_and_do_not_overlap(sizes):
     layout = plan(sizes, None, 0)
     assert len(layout.buckets) == 1
     assert all(offset % ALIGNMENT == 0 for offset in layout.offsets)
@@ -35,28 +33,26 @@ def test_gradients_are_aligned_and_do_not_overlap(sizes: list[int]) -> None:
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
 
 
-def test_a_bucket_is_closed_once_it_is_large_enough() -> None:
+def test_a_bucket_is_closed_once_it_is_large_enough():
     layout = plan([64, 64, 64, 64], 128, 16)
     assert [bucket.members for bucket in layout.buckets] == [(3, 2), (1, 0)]
     assert layout.buckets[-1].end == 4 * 64 + 16
 
 
-def test_the_first_and_the_last_bucket_can_be_smaller() -> None:
+def test_the_first_and_the_last_bucket_can_be_smaller():
     layout = plan([64] * 12, 256, 16, 64)
     assert [len(bucket.members) for bucket in layout.buckets] == [1, 4, 4, 2, 1]
 
 
 @given(sizes, st.integers(1, 8000), st.integers(1, 8000))
-def test_smaller_ends_cover_the_buffer_too(sizes: list[int], bucket: int, end: int) -> None:
+def test_smaller_ends_cover_the_buffer_too(sizes, bucket, end):
     layout = plan(sizes, bucket, 16, min(bucket, end))
     assert [index for each in layout.buckets for index in each.members] == list(reversed(range(len(sizes))))
     assert all(a.end == b.begin for a, b in itertools.pairwise(layout.buckets))
 
 
 @given(sizes, st.one_of(st.none(), st.integers(1, 8000)), st.integers(1, 3000))
-def test_large_gradients_are_messages_and_the_rest_of_a_bucket_is_one(
-    sizes: list[int], bucket: int | None, apart: int
-) -> None:
+def test_large_gradients_are_messages_and_the_rest_of_a_bucket_is_one(sizes, bucket, apart):
     layout = plan(sizes, bucket, 16, None, apart)
     assert sorted(layout.apart) == [index for index, size in enumerate(sizes) if size >= apart]
     spans = sorted((offset, offset + size) for offset, size in zip(layout.offsets, sizes, strict=True))
@@ -72,7 +68,7 @@ def test_large_gradients_are_messages_and_the_rest_of_a_bucket_is_one(
 
 
 @given(st.integers(0, 100_000), st.integers(1, 64))
-def test_slices_cover_and_are_aligned(length: int, parts: int) -> None:
+def test_slices_cover_and_are_aligned(length, parts):
     found = slices(length, parts)
     assert all(a.stop == b.start for a, b in itertools.pairwise(found))
     assert found[0].start == 0

@@ -66,20 +66,20 @@ def by_formula(rate: float, momentum: float) -> list[NDArray[Any]]:
 
 
 @pytest.mark.parametrize(("rate", "momentum"), [(1.0, 0.0), (0.7, 0.9)])
-def test_steps_are_those_of_nesterov_along_the_mean_progress(rate: float, momentum: float) -> None:
+def test_steps_are_those_of_nesterov_along_the_mean_progress(rate, momentum):
     for found in trained(rate, momentum):
         np.testing.assert_allclose(found, by_formula(rate, momentum), rtol=1e-12)
 
 
 @pytest.mark.parametrize(("rate", "momentum"), [(1.0, 0.0), (0.7, 0.9)])
-def test_with_overlap_the_same_steps_are_made_a_round_later(rate: float, momentum: float) -> None:
+def test_with_overlap_the_same_steps_are_made_a_round_later(rate, momentum):
     """And at the end of a run everything has landed. That progress depends on where it begins is left out here."""
     wanted = [BEGIN, *by_formula(rate, momentum)]
     for found in trained(rate, momentum, parts=1):
         np.testing.assert_allclose(found, [*wanted[: ROUNDS - 1], wanted[ROUNDS]], rtol=1e-12)
 
 
-def test_parts_take_turns_and_no_progress_is_lost_or_counted_twice() -> None:
+def test_parts_take_turns_and_no_progress_is_lost_or_counted_twice():
     """Each number is a part of its own, and means of what all ranks have made since its last turn land a turn later."""
     made = np.cumsum([mean_progress(number) for number in range(ROUNDS)], axis=0)
     for found in trained(1.0, 0.0, parts=3):
@@ -92,7 +92,7 @@ def test_parts_take_turns_and_no_progress_is_lost_or_counted_twice() -> None:
 
 @pytest.mark.parametrize("parts", [0, 1, 2])
 @pytest.mark.parametrize("resumed", [1, 3])
-def test_state_resumes_bit_for_bit_with_equal_outer_weights(parts: int, resumed: int) -> None:
+def test_state_resumes_bit_for_bit_with_equal_outer_weights(parts, resumed):
     straight, again = trained(0.7, 0.9, parts), trained(0.7, 0.9, parts, resumed)
     for rank in range(RANKS):
         np.testing.assert_array_equal(again[rank], straight[rank])

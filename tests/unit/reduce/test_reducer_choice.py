@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +25,7 @@ def names(config: ReduceConfig, around: Surroundings) -> list[str]:
     return [candidate.name for candidate in candidates(config, around)]
 
 
-def test_names_are_read_back() -> None:
+def test_names_are_read_back():
     assert [Candidate.parse(candidate.name) for candidate in EVERY_CANDIDATE] == list(EVERY_CANDIDATE)
     with pytest.raises(ValueError, match="mpi-node"):
         Candidate.parse("nccl")
@@ -36,7 +35,7 @@ def test_names_are_read_back() -> None:
 @pytest.mark.parametrize("compression", ["none", "fp16", "bf16", "auto"])
 @pytest.mark.parametrize("overlap", ["auto", "on", "off"])
 @pytest.mark.parametrize("around", [NODE, CLUSTER, GPUS])
-def test_every_candidate_has_a_name(kind: str, compression: str, overlap: str, around: Surroundings) -> None:
+def test_every_candidate_has_a_name(kind, compression, overlap, around):
     if (kind, compression) == ("horovod", "bf16"):
         return
     found = candidates(ReduceConfig(kind=kind, compression=compression, overlap=overlap), around)
@@ -46,7 +45,7 @@ def test_every_candidate_has_a_name(kind: str, compression: str, overlap: str, a
         assert all(candidate.compression == compression for candidate in found)
 
 
-def test_auto_measures_what_can_win() -> None:
+def test_auto_measures_what_can_win():
     assert names(ReduceConfig(), NODE) == ["mpi-node", "horovod-overlap", "horovod-flat"]
     assert names(ReduceConfig(), CLUSTER) == [
         "mpi-pieces",
@@ -58,14 +57,14 @@ def test_auto_measures_what_can_win() -> None:
     assert "mpi-flat-fp16" in names(ReduceConfig(compression="auto"), CLUSTER)
 
 
-def test_an_explicit_kind_leaves_nothing_to_timing() -> None:
+def test_an_explicit_kind_leaves_nothing_to_timing():
     assert names(ReduceConfig(kind="mpi"), NODE) == ["mpi-node"]
     assert names(ReduceConfig(kind="mpi"), CLUSTER) == ["mpi-flat"]
     assert names(ReduceConfig(kind="horovod"), NODE) == ["horovod-flat"]
     assert names(ReduceConfig(kind="horovod"), CLUSTER) == ["horovod-overlap"]
 
 
-def test_gpus_sum_by_their_own_library_and_measure_nothing() -> None:
+def test_gpus_sum_by_their_own_library_and_measure_nothing():
     for kind in ("auto", "nccl"):
         assert names(ReduceConfig(kind=kind), GPUS) == ["nccl-overlap"]
         assert names(ReduceConfig(kind=kind, overlap="off"), GPUS) == ["nccl-flat"]
@@ -76,18 +75,18 @@ def test_gpus_sum_by_their_own_library_and_measure_nothing() -> None:
     assert names(ReduceConfig(kind="nccl"), NODE) == ["gloo-overlap"], "on CPUs"
 
 
-def test_one_rank_exchanges_nothing() -> None:
+def test_one_rank_exchanges_nothing():
     assert names(ReduceConfig(kind="horovod"), Surroundings(1, 1, False, False, False)) == ["none"]
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_what_cannot_be_is_refused():
     with pytest.raises(UserError, match="4 ranks, which would train independently"):
         candidates(ReduceConfig(kind="none"), NODE)
     with pytest.raises(UserError, match="bfloat16"):
         candidates(ReduceConfig(kind="horovod", compression="bf16"), NODE)
 
 
-def test_a_later_candidate_must_be_clearly_faster() -> None:
+def test_a_later_candidate_must_be_clearly_faster():
     a, b = Candidate("mpi", "flat"), Candidate("horovod", "flat")
     assert fastest([a, b], {a.name: [1.0], b.name: [0.99]}) == a
     assert fastest([a, b], {a.name: [1.0], b.name: [0.9]}) == b
@@ -117,7 +116,7 @@ class Stage:
 
 
 @pytest.mark.parametrize("scale", [1e-3, 0.1, 30.0])
-def test_the_fastest_is_chosen_within_the_budget(scale: float) -> None:
+def test_the_fastest_is_chosen_within_the_budget(scale):
     among = [Candidate("mpi", "node"), Candidate("horovod", "overlap"), Candidate("horovod", "flat")]
     stage = Stage({candidate.name: scale * (3 - number) for number, candidate in enumerate(among)})
     choice = choose(among, stage.open, Stage.run, Group("data"), stage.now)
@@ -126,7 +125,7 @@ def test_the_fastest_is_chosen_within_the_budget(scale: float) -> None:
     assert stage.time < 25 or stage.runs == 2 * len(among)
 
 
-def test_a_hiccup_in_the_first_turn_of_quick_steps_does_not_cost_the_fastest_its_place() -> None:
+def test_a_hiccup_in_the_first_turn_of_quick_steps_does_not_cost_the_fastest_its_place():
     """As with TensorFlow, whose first run of a function compiles it: one run is left to judge by."""
     among = [Candidate("mpi", "node"), Candidate("horovod", "flat")]
     stage = Stage({"mpi-node": 0.003, "horovod-flat": 0.005})
@@ -136,14 +135,14 @@ def test_a_hiccup_in_the_first_turn_of_quick_steps_does_not_cost_the_fastest_its
     assert choice.seconds == pytest.approx({"mpi-node": 0.003, "horovod-flat": 0.005})
 
 
-def test_a_neighbour_that_comes_and_goes_does_not_hide_the_fastest() -> None:
+def test_a_neighbour_that_comes_and_goes_does_not_hide_the_fastest():
     """Another job slows the node by half for some seconds; the median of each candidate alone errs 17 times in 200."""
     wrong, seconds = 0, 0.0
     for seed in range(200):
         luck = np.random.default_rng(seed)
         stage, load, until = Stage({"mpi-node": 0.060, "horovod-overlap": 0.074, "horovod-flat": 0.073}), 0.0, 0.0
 
-        def extra(seconds: float, luck: Any = luck, stage: Stage = stage) -> float:
+        def extra(seconds, luck=luck, stage=stage):
             nonlocal load, until
             if stage.time >= until:
                 load = 0.5 if luck.random() < 0.5 else 0.0
@@ -158,7 +157,7 @@ def test_a_neighbour_that_comes_and_goes_does_not_hide_the_fastest() -> None:
     assert seconds / 200 < 6, "7.7 if two turns that agree clearly are not enough"
 
 
-def test_turns_that_contradict_each_other_are_followed_by_more() -> None:
+def test_turns_that_contradict_each_other_are_followed_by_more():
     among = [Candidate("mpi", "node"), Candidate("horovod", "flat")]
     calm, noisy = (Stage({"mpi-node": 0.010, "horovod-flat": 0.011}) for _ in range(2))
     noisy.extra = lambda seconds: 0.005 * (noisy.open_name == "mpi-node" and 31 <= noisy.runs < 40)  # one turn
@@ -168,7 +167,7 @@ def test_turns_that_contradict_each_other_are_followed_by_more() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_link_of_two_speeds_does_not_hide_the_fastest(seed: int) -> None:
+def test_a_link_of_two_speeds_does_not_hide_the_fastest(seed):
     """Times of seven candidates between two hosts; one step of four takes twice as long."""
     luck = np.random.default_rng(seed)
     usual = {"mpi-pieces": 0.23, "mpi-flat": 0.34, "mpi-overlap": 0.35, "horovod-overlap": 0.40, "horovod-flat": 0.39}
@@ -180,7 +179,7 @@ def test_a_link_of_two_speeds_does_not_hide_the_fastest(seed: int) -> None:
     assert stage.time < 25
 
 
-def test_one_candidate_is_not_measured() -> None:
+def test_one_candidate_is_not_measured():
     stage = Stage({})
     assert choose([Candidate("mpi", "flat")], stage.open, Stage.run, Group("data")).candidate.name == "mpi-flat"
     assert stage.runs == 0
@@ -198,7 +197,7 @@ class Together(Group):
         return self.everywhere
 
 
-def test_all_ranks_look_at_the_same_candidates_where_nodes_differ() -> None:
+def test_all_ranks_look_at_the_same_candidates_where_nodes_differ():
     local_sizes = [2, 2, 1]  # the last rank is alone on its node
     everywhere = [[size > 1, rank > 0, False] for rank, size in enumerate(local_sizes)]  # no Horovod on rank 0
     found = []
@@ -223,7 +222,7 @@ class Apart(Group):
 
 
 @pytest.mark.parametrize(("nodes", "shares"), [([0, 1], False), ([0, 0], True)])
-def test_stages_of_one_node_share_no_gradients(nodes: list[int], shares: bool) -> None:
+def test_stages_of_one_node_share_no_gradients(nodes, shares):
     """Four ranks on two nodes, two stages: neighbours may be of one data group, or of different stages."""
     local, pipeline, everyone = Group("local"), Group("pipeline"), Group("world")
     local.size = pipeline.size = 2
@@ -261,20 +260,20 @@ def slow_unless_flat(reducer: Named) -> None:
     time.sleep(0 if reducer.name == "mpi-flat" else 0.003)
 
 
-def test_one_candidate_is_taken_whatever_was_chosen_before() -> None:
+def test_one_candidate_is_taken_whatever_was_chosen_before():
     choice = ReducerChoice(ReduceConfig(), alone(), kept="mpi-node")
     reducer = choice.known(Several("mpi-flat"))
     assert reducer is not None and reducer.name == "mpi-flat"
 
 
-def test_an_earlier_choice_is_kept_without_measuring() -> None:
+def test_an_earlier_choice_is_kept_without_measuring():
     told: list[Choice] = []
     choice = ReducerChoice(ReduceConfig(), alone(), kept="mpi-node", record=told.append)
     reducer = choice.reducer(Several("mpi-flat", "mpi-node"), slow_unless_flat)
     assert (reducer.name, told) == ("mpi-node", [])
 
 
-def test_a_new_choice_is_measured_and_told_and_the_others_are_closed() -> None:
+def test_a_new_choice_is_measured_and_told_and_the_others_are_closed():
     told: list[Choice] = []
     reducers = Several("mpi-node", "mpi-flat")
     choice = ReducerChoice(ReduceConfig(), alone(), record=told.append)

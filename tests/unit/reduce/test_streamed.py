@@ -44,7 +44,7 @@ def summed(ranks: int, per_node: int, adder: int) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(6, 1), (6, 2), (8, 1), (8, 2), (8, 4), (12, 4), (7, 1)])
-def test_the_same_ranks_give_the_same_bits_on_any_number_of_nodes(ranks: int, per_node: int) -> None:
+def test_the_same_ranks_give_the_same_bits_on_any_number_of_nodes(ranks, per_node):
     wanted = summed(ranks, ranks, 0)
     for adder in range(ranks // per_node):
         np.testing.assert_array_equal(summed(ranks, per_node, adder), wanted)

@@ -38,7 +38,7 @@ def every_chart() -> list[Chart]:
     ]
 
 
-def test_lines_and_marks_lie_where_their_values_are() -> None:
+def test_lines_and_marks_lie_where_their_values_are():
     chart = every_chart()[0]
     axes = axes_of(chart)
     found = {line.get_label(): np.transpose(line.get_data()).tolist() for line in axes.lines}
@@ -46,7 +46,7 @@ def test_lines_and_marks_lie_where_their_values_are() -> None:
     assert to_hex(axes.lines[5].get_color()) == LIGHT["c3"]
 
 
-def test_logarithmic_axes_have_the_sizes_as_ticks() -> None:
+def test_logarithmic_axes_have_the_sizes_as_ticks():
     axes = axes_of(every_chart()[1])
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["1", "2", "4"]
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
@@ -54,7 +54,7 @@ def test_logarithmic_axes_have_the_sizes_as_ticks() -> None:
     assert {"1", "2", "4", "5"} <= texts and not any("$" in text for text in texts)
 
 
-def test_an_axis_from_zero_begins_there() -> None:
+def test_an_axis_from_zero_begins_there():
     chart = charts.line_chart("t", [ChartLine("a", [0, 1], [5, 6])], "x", from_zero=True)
     assert axes_of(chart).get_ylim()[0] == 0
     below = charts.line_chart("t", [ChartLine("a", [0, 1], [-5, -4])], "x", from_zero=True)
@@ -63,19 +63,19 @@ def test_an_axis_from_zero_begins_there() -> None:
 
 
 @pytest.mark.parametrize("values", [[1e308, -1e308], [0.0, 5e-324], [3.0, 3.0], [7.0]])
-def test_any_finite_values_are_drawn(values: list[float]) -> None:
+def test_any_finite_values_are_drawn(values):
     chart = charts.line_chart("t", [ChartLine("a", range(len(values)), values)], "step", from_zero=True)
     assert "<path" in drawing.inline(chart)
 
 
-def test_attempts_are_bars_as_long_as_they_took() -> None:
+def test_attempts_are_bars_as_long_as_they_took():
     axes = axes_of(every_chart()[5])
     bars: list[Any] = list(axes.patches)
     assert [(bar.get_x(), bar.get_width()) for bar in bars] == [(0, 1), (1, 1)]
     assert [to_hex(bar.get_facecolor()) for bar in bars] == [LIGHT["c2"], LIGHT["c4"]]
 
 
-def test_shades_tell_sign_and_size_and_what_is_unknown() -> None:
+def test_shades_tell_sign_and_size_and_what_is_unknown():
     found = shades(charts.heat_chart("heat", np.array([[50.0, -25.0], [np.nan, 0.0]])))
     assert [to_hex(found[0, column, :3]) for column in (0, 1)] == [LIGHT["c1"], LIGHT["c0"]]
     assert found[..., 3].round(2).tolist() == [[1.0, pytest.approx(0.52, abs=0.01)], [0.0, 0.05]]
@@ -91,14 +91,14 @@ def shades(chart: Chart) -> Any:
     return image.to_rgba(image.get_array())
 
 
-def test_a_picture_is_a_file_with_titles_and_legends_that_loads_nothing() -> None:
+def test_a_picture_is_a_file_with_titles_and_legends_that_loads_nothing():
     text = drawing.picture(every_chart())
     found = {"".join(element.itertext()).strip() for element in ET.fromstring(text).iter(f"{SVG}text")}
     assert {"lines <&>", "sizes", "stack", "heat", "attempts", "dotted", "other <&>", "<dog>"} <= found
     assert not re.search(r'href="(?!#|data:)|url\((?!#)|@import|var\(', text)
 
 
-def test_a_chart_in_a_page_takes_the_colours_of_the_page() -> None:
+def test_a_chart_in_a_page_takes_the_colours_of_the_page():
     for chart in every_chart():
         text = drawing.inline(chart)
         ET.fromstring(text.replace("<svg ", '<svg xmlns:xlink="x" ', 1))
@@ -107,14 +107,14 @@ def test_a_chart_in_a_page_takes_the_colours_of_the_page() -> None:
         assert "</text>" not in re.sub(r"<text[^>]*>[^<]*</text>", "", text), "names are escaped"
 
 
-def test_no_two_charts_of_a_page_have_parts_of_the_same_name() -> None:
+def test_no_two_charts_of_a_page_have_parts_of_the_same_name():
     text = "".join(map(drawing.inline, every_chart()))
     names = re.findall(r' id="([^"]+)"', text)
     assert len(names) == len(set(names)) > 6
     assert set(re.findall(r'(?:href="|url\()#([^")]+)', text)) == set(names)
 
 
-def test_names_are_shown_as_they_are() -> None:
+def test_names_are_shown_as_they_are():
     chart = charts.line_chart("t", [ChartLine("_hidden $x$ \x00\x1b[31m" + 90 * "n", [0, 1], [0, 1])], "step")
     axes = axes_of(chart)
     (label,) = axes.get_legend_handles_labels()[1]
@@ -122,7 +122,7 @@ def test_names_are_shown_as_they_are() -> None:
     assert "_hidden $x$" in drawing.inline(chart)
 
 
-def test_without_matplotlib_there_is_no_chart_and_one_line_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_there_is_no_chart_and_one_line_to_install_it(monkeypatch):
     monkeypatch.setattr(drawing, "can_draw", lambda: False)
     assert drawing.inline(every_chart()[0]) == ""
     with pytest.raises(UserError) as caught:

@@ -70,7 +70,7 @@ COMPUTING = {"forward": 70.0}
         ({"forward": 5.0, "data": 5.0}, Code.DATA_BOUND),
     ],
 )
-def test_time_that_does_not_compute_is_told_beyond_its_threshold(phases: dict[str, float], causes: Code) -> None:
+def test_time_that_does_not_compute_is_told_beyond_its_threshold(phases, causes):
     answer = explain(history(attempts=RUNNING, phases=phases))
     assert answer.cause is causes
     if causes is not Code.RUNNING:
@@ -84,7 +84,7 @@ CHOSEN = {"reducer": "mpi-node", "seconds": {"mpi-node": 0.1, "horovod-flat": 0.
 
 
 @pytest.mark.parametrize(("forward", "exchange", "told"), [(0.08, 0.06, True), (0.08, 0.04, False), (0.2, 0.06, False)])
-def test_an_exchange_that_takes_longer_than_in_trial_steps_is_told(forward: float, exchange: float, told: bool) -> None:
+def test_an_exchange_that_takes_longer_than_in_trial_steps_is_told(forward, exchange, told):
     """Not if the step is little longer, if it is passes that take longer, or in the first seconds of a run."""
     train = Train(step=10, attempt=1, steps=10, seconds={"forward": 10 * forward, "exchange": 10 * exchange})
     for phases, measured in ((COMPUTING, True), ({"forward": 1.6}, False)):
@@ -93,14 +93,14 @@ def test_an_exchange_that_takes_longer_than_in_trial_steps_is_told(forward: floa
         assert ("mpi-node" in answer.advice) is (told and measured)
 
 
-def test_gradients_of_gpus_that_go_through_host_memory_are_told_with_their_cost() -> None:
+def test_gradients_of_gpus_that_go_through_host_memory_are_told_with_their_cost():
     started = RunStarted(step=0, attempt=1, through_host_s=0.26)
     answer = explain(history(started, attempts=RUNNING, phases=COMPUTING))
     assert "gradients of GPUs go through host memory: about 0.26 s per update" in answer.title
     assert "one rank per GPU" in answer.advice
 
 
-def test_both_are_told_the_costlier_as_the_title() -> None:
+def test_both_are_told_the_costlier_as_the_title():
     answer = explain(history(attempts=RUNNING, phases={"forward": 40.0, "data": 25.0, "exchange": 35.0}))
     assert answer.title == "The run is under way; 35% of the time is spent exchanging gradients"
     assert answer.findings == ("25% of the time is spent waiting for data",)
@@ -120,7 +120,7 @@ def findings(*events: Straggler) -> list[str]:
     return list(explain(history(*events, attempts=[failed])).findings)
 
 
-def test_slow_ranks_are_told_if_they_are_confirmed_and_cost_a_twentieth() -> None:
+def test_slow_ranks_are_told_if_they_are_confirmed_and_cost_a_twentieth():
     assert findings(slow(1, 0.05)) == ["Rank 1 is slow"]
     assert findings(slow(1, 0.049), slow(2, None), slow(3, 0.5, "suspect")) == []
     host = Straggler(
@@ -129,7 +129,7 @@ def test_slow_ranks_are_told_if_they_are_confirmed_and_cost_a_twentieth() -> Non
     assert findings(host) == ["N1 is"]
 
 
-def test_what_costs_most_is_said_first_whether_or_not_a_rank_is_to_blame() -> None:
+def test_what_costs_most_is_said_first_whether_or_not_a_rank_is_to_blame():
     """A confirmed 60% was left out, and the run was said to read data too slowly."""
     uneven = slow(None, 0.6, kind="imbalance", sentence="ranks have unequal work")
     answer = explain(history(uneven, slow(1, 0.1), attempts=RUNNING, phases={"forward": 70.0, "data": 30.0}))
@@ -137,20 +137,20 @@ def test_what_costs_most_is_said_first_whether_or_not_a_rank_is_to_blame() -> No
     assert answer.findings == ("30% of the time is spent waiting for data", "Rank 1 is slow")
 
 
-def test_the_three_that_cost_most_are_told_once_each_worst_first() -> None:
+def test_the_three_that_cost_most_are_told_once_each_worst_first():
     events = [slow(rank, cost) for rank, cost in ((2, 0.05), (1, 0.1), (2, 0.3), (3, 0.2), (4, 0.4))]
     assert findings(*events) == ["Rank 4 is slow", "Rank 2 is slow", "Rank 3 is slow"]
 
 
-def test_a_slow_rank_that_recovered_counts_for_the_steps_in_which_it_was_slow() -> None:
+def test_a_slow_rank_that_recovered_counts_for_the_steps_in_which_it_was_slow():
     """It was told as if it had been slow all the time: 'rank 0 is 33% slower' of 1% of the steps."""
 
-    def told(*events: Event, steps: int = 1000) -> list[str]:
+    def told(*events, steps=1000):
         made = history(*events, attempts=[ended(Action.FAIL, "no", Code.USER_ERROR)])
         loss = Series(np.array([1.0, steps]), np.ones(2), np.ones(2))
         return list(explain(replace(made, train={"loss": loss})).findings)
 
-    def at(step: int, state: str, attempt: int = 1) -> Straggler:
+    def at(step, state, attempt=1):
         return slow(1, 0.2, state, step=step, attempt=attempt)
 
     assert told(at(100, "confirmed"), at(200, "cleared")) == []
@@ -174,9 +174,7 @@ def test_a_slow_rank_that_recovered_counts_for_the_steps_in_which_it_was_slow() 
         (None, None, "none has been saved since, and there is none: what was trained since is not saved"),
     ],
 )
-def test_checkpoints_that_could_not_be_written(
-    failures: int | None, saved_at: float | None, evidence: str | None
-) -> None:
+def test_checkpoints_that_could_not_be_written(failures, saved_at, evidence):
     failed = CheckpointFailed(time=10.0, step=9, attempt=1, error="disk full", failures=failures)
     saved = [] if saved_at is None else [CheckpointSaved(time=saved_at, step=7, attempt=1)]
     counts = {"train": 1, CheckpointFailed.NAME: failures or 1}
@@ -207,19 +205,19 @@ def test_checkpoints_that_could_not_be_written(
         ),
     ],
 )
-def test_a_run_that_was_asked_to_stop(events: list[Event], by: str, kept: str) -> None:
+def test_a_run_that_was_asked_to_stop(events, by, kept):
     answer = explain(history(*events, attempts=[ended(Action.STOP)]))
     assert (answer.cause, answer.evidence) == (Code.STOPPED, (by, kept))
 
 
 @pytest.mark.parametrize("of", ["event", "verdict"])
-def test_either_the_request_or_the_verdict_tells_of_the_time_limit(of: str) -> None:
+def test_either_the_request_or_the_verdict_tells_of_the_time_limit(of):
     code = Code.TIME_LIMIT if of == "verdict" else Code.STOPPED
     request = StopRequested(step=5, attempt=1, code=Code.TIME_LIMIT.value if of == "event" else None)
     assert explain(history(request, attempts=[ended(Action.STOP, code=code)])).cause is Code.TIME_LIMIT
 
 
-def test_a_stop_before_the_first_step_is_told_by_its_verdict_and_not_by_an_older_request() -> None:
+def test_a_stop_before_the_first_step_is_told_by_its_verdict_and_not_by_an_older_request():
     reason = "stopped by signal SIGUSR1 before training began (make the task)"
     verdict = RunVerdict(Action.REQUEUE, ExitCode.STOPPED, reason, code=Code.TIME_LIMIT)
     attempts = [ended(Action.REQUEUE), Attempt(2, 3.0, 4.0, verdict=verdict)]
@@ -236,18 +234,18 @@ def test_a_stop_before_the_first_step_is_told_by_its_verdict_and_not_by_an_older
         (1, "early_stop", "The run ended early: its metric no longer improved", "it reached step 12 in 1 attempt"),
     ],
 )
-def test_a_run_that_came_to_its_end(attempts: int, reason: str, title: str, evidence: str) -> None:
+def test_a_run_that_came_to_its_end(attempts, reason, title, evidence):
     finished = RunFinished(step=12, attempt=attempts, reason=reason)
     answer = explain(history(finished, attempts=[Attempt(number + 1, 1.0) for number in range(attempts)]))
     assert (answer.cause, answer.title, answer.evidence) == (Code.COMPLETED, title, (evidence,))
 
 
-def test_an_end_of_which_only_the_verdict_tells() -> None:
+def test_an_end_of_which_only_the_verdict_tells():
     answer = explain(history(attempts=[ended(Action.DONE)]))
     assert (answer.cause, answer.evidence) == (Code.COMPLETED, ("its command succeeded in 1 attempt",))
 
 
-def test_what_is_missing_is_named_if_nobody_knows() -> None:
+def test_what_is_missing_is_named_if_nobody_knows():
     nothing = explain(history(counts={}))
     assert (nothing.cause, nothing.evidence) == (
         Code.UNKNOWN,
@@ -284,18 +282,16 @@ def test_what_is_missing_is_named_if_nobody_knows() -> None:
         ),
     ],
 )
-def test_a_run_that_has_not_said_how_it_ended_is_told_by_its_job(
-    state: RunState, cause: Code, title: str, evidence: tuple[str, ...], advice: str
-) -> None:
+def test_a_run_that_has_not_said_how_it_ended_is_told_by_its_job(state, cause, title, evidence, advice):
     assert explain(history(attempts=[Attempt(1, 1.0, 2.0)]), state) == Explanation(cause, title, evidence, advice)
 
 
-def test_a_run_with_steps_that_waits_has_begun() -> None:
+def test_a_run_with_steps_that_waits_has_begun():
     waits = RunState(Word.PENDING, "job 8 waits (Priority)")
     assert explain(history(phases=COMPUTING), waits).title == "The run waits to continue"
 
 
-def test_what_a_job_says_adds_to_a_failure_only_that_it_is_to_resume_and_nothing_to_an_end() -> None:
+def test_what_a_job_says_adds_to_a_failure_only_that_it_is_to_resume_and_nothing_to_an_end():
     pending = RunState(Word.PENDING, "job 8 waits", fix="wait")
     failed = explain(history(attempts=[ended(Action.FAIL, "no", Code.USER_ERROR)]), pending)
     assert (failed.cause, failed.findings) == (Code.USER_ERROR, ("it will resume: job 8 waits", "wait"))
@@ -303,8 +299,8 @@ def test_what_a_job_says_adds_to_a_failure_only_that_it_is_to_resume_and_nothing
     assert explain(done, pending) == explain(done)
 
 
-def test_the_rank_and_its_host_are_told_unless_the_reason_says_so() -> None:
-    def evidence(reason: str, **fields: Any) -> tuple[str, ...]:
+def test_the_rank_and_its_host_are_told_unless_the_reason_says_so():
+    def evidence(reason, **fields):
         return explain(history(attempts=[ended(Action.REQUEUE, reason, Code.EXCEPTION, 2, **fields)])).evidence
 
     assert evidence("no", rank=3, host="n1") == ("rank 3 on n1, attempt 2: no",)
@@ -313,18 +309,18 @@ def test_the_rank_and_its_host_are_told_unless_the_reason_says_so() -> None:
     assert evidence("no") == ("no",)
 
 
-def test_the_text_is_sentences() -> None:
+def test_the_text_is_sentences():
     found = Explanation(Code.NAN, "x", ("first", "second!"), "do this.", ("is it so?", ""))
     assert found.text == "First. Second! Do this. Is it so?"
     assert Explanation(Code.NAN, "x").text == ""
 
 
-def test_a_failure_of_a_rank_that_shares_out_a_model_names_its_place() -> None:
+def test_a_failure_of_a_rank_that_shares_out_a_model_names_its_place():
     failed = replace(ended(Action.REQUEUE, "boom", Code.EXCEPTION, rank=3, host="n1"), ranks=4, tensor=2)
     assert explain(history(attempts=[failed])).evidence == ("rank 3 (data 1, tensor 1) on n1, attempt 1: boom",)
 
 
-def test_failures_that_the_run_recovered_from_are_told_with_their_cost() -> None:
+def test_failures_that_the_run_recovered_from_are_told_with_their_cost():
     one = Recovered(step=11, time=90.0, attempt=2, reason="rank 1 on n1 was killed", seconds=3.0, repeated_steps=4)
     finished = RunFinished(step=12, time=100.0, attempt=2, reason="completed")
     [told] = explain(history(one, finished, attempts=[Attempt(1, 1.0), Attempt(2, 2.0)])).findings

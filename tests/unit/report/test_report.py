@@ -59,7 +59,7 @@ def attempt(number: int, begin: float, end: float | None, **verdict: Any) -> dic
     return entry if end is None else {**entry, "ended": BEGIN + end, "verdict": verdict}
 
 
-def test_the_step_of_a_run_is_that_of_its_newest_attempt(tmp_path: Path) -> None:
+def test_the_step_of_a_run_is_that_of_its_newest_attempt(tmp_path):
     """After ``--fresh`` the page still named the last step of the run that was put aside."""
     old = trained(8000), event("checkpoint_saved", 8000, bytes=1)
     again = event("run_started", 0, 2, 9000, ranks=1), trained(80, 2, 9001)
@@ -74,7 +74,7 @@ def read(run: RunDir) -> RunHistory:
 DONE = {"action": "done", "exit_code": 0, "reason": "done after step 4"}
 
 
-def test_steps_that_were_computed_again_count_once(tmp_path: Path) -> None:
+def test_steps_that_were_computed_again_count_once(tmp_path):
     run_dir = folder(
         tmp_path,
         event("run_started", 0, ranks=2, hosts=["a"]),
@@ -91,14 +91,14 @@ def test_steps_that_were_computed_again_count_once(tmp_path: Path) -> None:
     assert data.counts["train"] == 4
 
 
-def test_an_empty_folder_is_a_report_that_knows_nothing(tmp_path: Path) -> None:
+def test_an_empty_folder_is_a_report_that_knows_nothing(tmp_path):
     data = read(RunDir(tmp_path))
     assert explain(data).cause == "unknown"
     assert summarize(data)["state"] == "unknown"
     assert "unknown" in page.render(data, explain(data), page.make_sections(data))
 
 
-def test_memory_is_bounded_for_rare_events_too(tmp_path: Path) -> None:
+def test_memory_is_bounded_for_rare_events_too(tmp_path):
     run_dir = folder(tmp_path, *(event("straggler", step, state="suspect") for step in range(KEPT_EVENTS + 50)))
     data = read(run_dir)
     kept = [each.step for each in data.all(Straggler)]
@@ -108,7 +108,7 @@ def test_memory_is_bounded_for_rare_events_too(tmp_path: Path) -> None:
     assert data.counts["straggler"] == KEPT_EVENTS + 50
 
 
-def test_goodput_is_time_in_new_steps_over_wall_time(tmp_path: Path) -> None:
+def test_goodput_is_time_in_new_steps_over_wall_time(tmp_path):
     info = {"attempts": [attempt(1, 0, 6, **DONE), attempt(2, 8, 12, **DONE)]}
     data = read(folder(tmp_path, *(trained(step) for step in range(1, 6)), info=info))
     summary = summarize(data)
@@ -116,7 +116,7 @@ def test_goodput_is_time_in_new_steps_over_wall_time(tmp_path: Path) -> None:
     assert (summary["account"]["waiting_s"], summary["account"]["failures_s"]) == (2, 0)
 
 
-def test_an_attempt_that_was_killed_with_its_supervisor_ends_with_its_last_event(tmp_path: Path) -> None:
+def test_an_attempt_that_was_killed_with_its_supervisor_ends_with_its_last_event(tmp_path):
     info = {"attempts": [attempt(1, 0, None), {**attempt(2, 100, 110, **DONE), "from_step": 3}]}
     events = [*(trained(step) for step in (1, 2, 3, 4, 5)), trained(4, 2, at=105)]
     first, second = make_spans(read(folder(tmp_path, *events, info=info)))
@@ -125,7 +125,7 @@ def test_an_attempt_that_was_killed_with_its_supervisor_ends_with_its_last_event
 
 
 @given(st.lists(st.floats(allow_nan=True, width=32), max_size=300), st.integers(4, 60))
-def test_thinning_keeps_ends_peaks_and_order(values: list[float], points: int) -> None:
+def test_thinning_keeps_ends_peaks_and_order(values, points):
     y = np.array(values)
     chosen = thin(y, points)
     finite = np.flatnonzero(np.isfinite(y))
@@ -137,11 +137,11 @@ def test_thinning_keeps_ends_peaks_and_order(values: list[float], points: int) -
         assert y[chosen].min() == y[finite].min()
 
 
-def test_time_units() -> None:
+def test_time_units():
     assert [time_unit(seconds)[1] for seconds in (30, 300, 30_000, 3e6)] == ["seconds", "minutes", "hours", "days"]
 
 
-def test_the_page_is_one_file_that_asks_for_nothing(tmp_path: Path) -> None:
+def test_the_page_is_one_file_that_asks_for_nothing(tmp_path):
     info = {"attempts": [attempt(1, 0, 6, **DONE)]}
     events = [
         event("run_started", 0, ranks=2, hosts=["<b>"], versions={"x": "1"}),
@@ -195,7 +195,7 @@ def with_attempts(
         (failed("runs/a is in use by another live run", Code.KILLED), "killed"),
     ],
 )
-def test_explanations_name_cause_rank_and_cure(data: RunHistory, cause: str) -> None:
+def test_explanations_name_cause_rank_and_cure(data, cause):
     answer = explain(data)
     assert answer.cause == cause
     assert "Do this." in answer.text
@@ -203,12 +203,12 @@ def test_explanations_name_cause_rank_and_cure(data: RunHistory, cause: str) -> 
 
 
 @pytest.mark.parametrize("code", Code)
-def test_the_cause_of_a_failure_is_its_code_whatever_its_sentence_says(code: Code) -> None:
+def test_the_cause_of_a_failure_is_its_code_whatever_its_sentence_says(code):
     answer = explain(failed("something of rank 1", code))
     assert answer.cause is code and answer.title and "something of rank 1" in answer.text.lower()
 
 
-def test_what_an_earlier_version_wrote_is_shown_and_not_read() -> None:
+def test_what_an_earlier_version_wrote_is_shown_and_not_read():
     old = {
         "action": "requeue",
         "exit_code": 70,
@@ -225,7 +225,7 @@ def words_of(rank: int, **fields: Any) -> LastWord:
     return dataclasses.replace(LastWord(rank, f"n{rank}", 1, 1.0, BEGIN, Ending.FAILED, BEGIN + 5 - rank, 64), **fields)
 
 
-def test_where_no_supervisor_lived_the_first_rank_that_failed_tells() -> None:
+def test_where_no_supervisor_lived_the_first_rank_that_failed_tells():
     errors = [ErrorWord(f"error {rank}", "do this", "UserError", "", Code.USER_ERROR) for rank in range(3)]
     ranks = (words_of(0, ending=Ending.RUNNING), *(words_of(rank, error=errors[rank]) for rank in (1, 2)))
     answer = explain(with_attempts([attempt(1, 0, None)], words={1: AttemptWords(ranks)}))
@@ -234,7 +234,7 @@ def test_where_no_supervisor_lived_the_first_rank_that_failed_tells() -> None:
 
 @pytest.mark.parametrize(("of", "cause"), [(1, Code.EXCEPTION), (2, Code.HANG)])
 @pytest.mark.parametrize("ended", [True, False])
-def test_a_hang_of_an_older_attempt_is_not_told_of_the_newest_one(of: int, cause: Code, ended: bool) -> None:
+def test_a_hang_of_an_older_attempt_is_not_told_of_the_newest_one(of, cause, ended):
     verdict = RunVerdict(Action.REQUEUE, ExitCode.FAILURE, "ValueError: x", "do this", 1, "n2", Code.EXCEPTION)
     newest = attempt(2, 10, 20, **verdict.to_json()) if ended else attempt(2, 10, None)
     hangs = [Hang(step=3, attempt=of, time=BEGIN + 30, sentence="rank 3 does not move")]  # told late
@@ -243,7 +243,7 @@ def test_a_hang_of_an_older_attempt_is_not_told_of_the_newest_one(of: int, cause
     assert ("rank 3 does not move" in answer.text.lower()) is (of == 2)
 
 
-def test_the_hang_of_an_older_attempt_is_no_evidence_for_a_death_in_the_newest_one() -> None:
+def test_the_hang_of_an_older_attempt_is_no_evidence_for_a_death_in_the_newest_one():
     hangs = [Hang(step=3, attempt=each, sentence=f"hang of {each}") for each in (2, 2, 1)]
     hangs[0] = dataclasses.replace(hangs[0], sentence="an earlier hang")
     killed = RunVerdict(Action.REQUEUE, ExitCode.FAILURE, "rank 1 was killed", code=Code.KILLED).to_json()
@@ -252,7 +252,7 @@ def test_the_hang_of_an_older_attempt_is_no_evidence_for_a_death_in_the_newest_o
     assert answer.evidence == ("rank 1 was killed", "hang of 2")
 
 
-def test_a_run_that_stopped_for_its_time_limit(tmp_path: Path) -> None:
+def test_a_run_that_stopped_for_its_time_limit(tmp_path):
     info = {
         "attempts": [attempt(1, 0, 6, action="requeue", exit_code=75, reason="stopped at step 4", code="time_limit")]
     }
@@ -267,7 +267,7 @@ def test_a_run_that_stopped_for_its_time_limit(tmp_path: Path) -> None:
     assert "step 4" in answer.text and "resumes" in answer.text
 
 
-def test_what_slows_a_running_run(tmp_path: Path) -> None:
+def test_what_slows_a_running_run(tmp_path):
     slow = event(
         "straggler",
         3,
@@ -284,7 +284,7 @@ def test_what_slows_a_running_run(tmp_path: Path) -> None:
     assert (answer.cause, answer.title) == ("straggler", "The run is under way; rank 3 on n2 is slow")
 
 
-def test_a_run_that_cannot_save_is_told_what_that_means(tmp_path: Path) -> None:
+def test_a_run_that_cannot_save_is_told_what_that_means(tmp_path):
     events = [event("checkpoint_failed", step, path="x", error="disk full", failures=step - 1) for step in (2, 3, 4)]
     info = {"attempts": [attempt(1, 0, None)]}
     answer = explain(read(folder(tmp_path, trained(5), *events, info=info)))
@@ -295,18 +295,18 @@ def test_a_run_that_cannot_save_is_told_what_that_means(tmp_path: Path) -> None:
     assert "is not saved" not in answer.text
 
 
-def test_comparison_shows_what_differs_only() -> None:
+def test_comparison_shows_what_differs_only():
     first = flat({"train": {"epochs": 3, "steps": None}, "seed": 1, "env": {}})
     second = flat({"train": {"epochs": 4, "steps": None}, "seed": 1, "env": {}})
     assert differences([first, second]) == {"train.epochs": [3, 4]}
 
 
-def test_values_of_the_run_file_are_shown_as_they_were_meant(tmp_path: Path) -> None:
+def test_values_of_the_run_file_are_shown_as_they_were_meant(tmp_path):
     (tmp_path / "run.yaml").write_text("reduce: {overlap: off}\nlaunch: {slurm: {time: 10:30:00}}\n")
     assert flat(run_config(tmp_path / "run.yaml")) == {"reduce.overlap": "off", "launch.slurm.time": "10:30:00"}
 
 
-def test_comparison_of_two_folders(tmp_path: Path) -> None:
+def test_comparison_of_two_folders(tmp_path):
     runs = [
         read(folder(tmp_path / str(n), trained(1, loss=n), event("eval", 1, metrics={"accuracy": n / 10})))
         for n in (1, 2)
@@ -317,7 +317,7 @@ def test_comparison_of_two_folders(tmp_path: Path) -> None:
     assert len(set(result["runs"])) == 2
 
 
-def test_a_comparison_takes_values_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_comparison_takes_values_as_they_are(capsys):
     print_comparison(
         {"runs": ["a[/x]", "b"], "configuration": {"task_args.data": ["[/data/x]", "v[red]"]}, "results": {}}
     )
@@ -325,14 +325,14 @@ def test_a_comparison_takes_values_as_they_are(capsys: pytest.CaptureFixture[str
     assert "a[/x]" in said and "[/data/x]" in said and "v[red]" in said
 
 
-def test_pictures_need_a_folder(tmp_path: Path) -> None:
+def test_pictures_need_a_folder(tmp_path):
     (tmp_path / "plots").touch()
     sections = page.make_sections(read(folder(tmp_path / "run", trained(1))))
     with pytest.raises(UserError, match="File exists"):
         page.save_pictures(sections, tmp_path / "plots")
 
 
-def test_every_chart_of_the_page_is_a_picture_too(tmp_path: Path, cli) -> None:
+def test_every_chart_of_the_page_is_a_picture_too(tmp_path, cli):
     run_dir = folder(tmp_path, *(trained(step) for step in range(1, 6)), info={"attempts": [attempt(1, 0, 6, **DONE)]})
     np.savez(run_dir.monitor / "heat.npz", excess=np.ones((2, 3)))
     html, *pictures = map(Path, cli("report", run_dir.path, "--svg", tmp_path / "plots").out.split())
@@ -341,9 +341,7 @@ def test_every_chart_of_the_page_is_a_picture_too(tmp_path: Path, cli) -> None:
     assert all("<path" in path.read_text() for path in pictures)
 
 
-def test_without_matplotlib_the_report_has_tables_and_the_line_to_install_it(
-    tmp_path: Path, cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_matplotlib_the_report_has_tables_and_the_line_to_install_it(tmp_path, cli, monkeypatch):
     for module in (drawing, page):
         monkeypatch.setattr(module, "can_draw", lambda: False)
     run_dir = folder(tmp_path, *(trained(step) for step in range(1, 6)), info={"attempts": [attempt(1, 0, 6, **DONE)]})
@@ -361,7 +359,7 @@ def test_without_matplotlib_the_report_has_tables_and_the_line_to_install_it(
     )
 
 
-def test_a_page_of_a_large_run_stays_small(tmp_path: Path) -> None:
+def test_a_page_of_a_large_run_stays_small(tmp_path):
     phases = [f"phase {number}" for number in range(9)]
     events = [
         {**trained(step, loss=step % 7), "seconds": dict.fromkeys(phases, 0.1 + step % 3)} for step in range(1, 3000)
@@ -373,7 +371,7 @@ def test_a_page_of_a_large_run_stays_small(tmp_path: Path) -> None:
     assert text.count("<svg") == 9 and len(text.encode()) < 2_000_000
 
 
-def test_shrinking_a_map_keeps_the_hot_spot() -> None:
+def test_shrinking_a_map_keeps_the_hot_spot():
     values = np.zeros((1000, 700))
     values[777, 555] = 9
     small = shrink(values)
@@ -381,7 +379,7 @@ def test_shrinking_a_map_keeps_the_hot_spot() -> None:
     assert small.max() == 9 and (small > 0).sum() == 1
 
 
-def test_hours_of_ranks_are_each_attempts_own(tmp_path: Path) -> None:
+def test_hours_of_ranks_are_each_attempts_own(tmp_path):
     """Attempts of different lengths and numbers of ranks; the records win over the events."""
     first, second = attempt(1, 0, 3600, **DONE), attempt(2, 7200, 9000, **DONE)
     started = [event("run_started", 0, at=0, ranks=4), event("run_started", 0, attempt=2, at=7200, ranks=8)]
@@ -394,7 +392,7 @@ def test_hours_of_ranks_are_each_attempts_own(tmp_path: Path) -> None:
     assert rank_hours(data, make_spans(data)) is None, "nobody says how many ranks the second one had"
 
 
-def test_a_hang_of_an_earlier_attempt_explains_nothing(tmp_path: Path) -> None:
+def test_a_hang_of_an_earlier_attempt_explains_nothing(tmp_path):
     hang = event("hang", 3, sentence="rank 1 does not move")
     one, two = {"attempt": 1, "started": BEGIN}, {"attempt": 2, "started": BEGIN + 50}
     data = read(folder(tmp_path / "a", trained(3), hang, info={"attempts": [one]}))
@@ -403,7 +401,7 @@ def test_a_hang_of_an_earlier_attempt_explains_nothing(tmp_path: Path) -> None:
     assert explain(data).cause == "running"
 
 
-def test_a_report_that_cannot_be_written_is_wrong_input(tmp_path: Path, cli) -> None:
+def test_a_report_that_cannot_be_written_is_wrong_input(tmp_path, cli):
     """It was a failure, which the same command was said to resume."""
     (tmp_path / "events.jsonl").touch()
     for words in (["report", str(tmp_path)], ["compare", str(tmp_path)]):
@@ -413,7 +411,7 @@ def test_a_report_that_cannot_be_written_is_wrong_input(tmp_path: Path, cli) -> 
         )
 
 
-def test_energy_is_the_newest_of_each_attempt(tmp_path: Path) -> None:
+def test_energy_is_the_newest_of_each_attempt(tmp_path):
     found = [
         event("devices", 0, gpu_joules=1e6, cpu_joules=None),
         event("devices", 5, gpu_joules=3.6e6, cpu_joules=1.8e6),
@@ -429,7 +427,7 @@ def test_energy_is_the_newest_of_each_attempt(tmp_path: Path) -> None:
     assert summarize(read(folder(tmp_path / "none")))["kwh"] is None
 
 
-def test_traces_and_memory_snapshots_are_linked(tmp_path: Path) -> None:
+def test_traces_and_memory_snapshots_are_linked(tmp_path):
     run = folder(tmp_path)
     for name in ("profile/rank-00000-from-step-000000003.pt.trace.json", "monitor/memory-1-3.pickle"):
         (run.path / name).parent.mkdir(exist_ok=True)
@@ -445,7 +443,7 @@ def test_traces_and_memory_snapshots_are_linked(tmp_path: Path) -> None:
     assert f'<a href="../{run.path.name}/monitor/memory-1-3.pickle"' in apart, "a page elsewhere has links too"
 
 
-def test_a_folder_may_have_any_name(tmp_path: Path, cli) -> None:
+def test_a_folder_may_have_any_name(tmp_path, cli):
     run_dir = RunDir(tmp_path / os.fsdecode(b"caf\xe9"))
     run_dir.create()
     Attempts(run_dir).begin()

@@ -32,7 +32,7 @@ def run(folder: Path, lr: float, **metrics: float) -> RunHistory:
         ("missing", "max", "loss", "2013"),
     ],
 )
-def test_the_best_comes_first(tmp_path: Path, metric: str | None, mode: str, ranked: str, order: str) -> None:
+def test_the_best_comes_first(tmp_path, metric, mode, ranked, order):
     runs = [
         run(tmp_path / "0", 0.1, loss=0.5, accuracy=0.9),
         run(tmp_path / "1", 0.2, loss=0.7, accuracy=0.8),
@@ -48,7 +48,7 @@ def test_the_best_comes_first(tmp_path: Path, metric: str | None, mode: str, ran
     json.dumps(table)
 
 
-def test_without_validation_the_training_loss_counts(tmp_path: Path) -> None:
+def test_without_validation_the_training_loss_counts(tmp_path):
     table = sweep_table([run(tmp_path / "0", 0.4), run(tmp_path / "1", 0.2)])
     assert table["ranked_by"] == "final_loss"
     assert [point["point"] for point in table["points"]] == ["1", "0"]

@@ -7,7 +7,6 @@ import json
 import os
 import stat
 import time
-from pathlib import Path
 
 import pytest
 
@@ -23,7 +22,7 @@ from hpctrain.run.verdict import Action, RunVerdict
 NODE = BadNode("n2.cluster", 100.0, 1, "slow", "/runs/a")
 
 
-def test_entries_expire_and_the_last_word_on_a_node_counts(tmp_path: Path) -> None:
+def test_entries_expire_and_the_last_word_on_a_node_counts(tmp_path):
     nodes = BadNodes(tmp_path, tmp_path)
     nodes.add(NODE)
     nodes.add(dataclasses.replace(NODE, host="n3", until=50.0))
@@ -37,7 +36,7 @@ def test_entries_expire_and_the_last_word_on_a_node_counts(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "line", ["{ damaged", '{"host": "n2"}', "[]", json.dumps({**dataclasses.asdict(NODE), "host": "--wrap=id"})]
 )
-def test_lines_of_others_are_no_entries(tmp_path: Path, line: str) -> None:
+def test_lines_of_others_are_no_entries(tmp_path, line):
     (tmp_path / bad_nodes.FILE).write_text(line)
     nodes = BadNodes(tmp_path, tmp_path)
     assert nodes.entries(0.0) == []
@@ -45,7 +44,7 @@ def test_lines_of_others_are_no_entries(tmp_path: Path, line: str) -> None:
     assert nodes.entries(0.0) == [NODE]
 
 
-def test_a_list_that_leads_elsewhere_is_not_written(tmp_path: Path) -> None:
+def test_a_list_that_leads_elsewhere_is_not_written(tmp_path):
     (tmp_path / "thesis").write_text("mine")
     (tmp_path / bad_nodes.FILE).symlink_to("thesis")
     with pytest.raises(RunFailed, match="link"):
@@ -53,7 +52,7 @@ def test_a_list_that_leads_elsewhere_is_not_written(tmp_path: Path) -> None:
     assert (tmp_path / "thesis").read_text() == "mine"
 
 
-def test_the_shared_list_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shared_list_is_the_users_own(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     bad_nodes.shared().add(NODE)
     assert bad_nodes.shared().entries(0.0) == [NODE]
@@ -85,9 +84,7 @@ EVERYWHERE = [word(0, "n1", "no module named h5py"), word(2, "n2", "no module na
         (dataclasses.replace(BROKEN, code=Code.STOPPED, exit_code=ExitCode.STOPPED), ALONE, 2, 0, None),
     ],
 )
-def test_which_node_is_to_blame(
-    before: RunVerdict | None, words: list[LastWord], nodes: int, to_step: int, expected: str | None
-) -> None:
+def test_which_node_is_to_blame(before, words, nodes, to_step, expected):
     attempts = [
         Attempt(1, from_step=0, to_step=0, nodes=nodes, verdict=before),
         Attempt(2, from_step=0, to_step=to_step, nodes=nodes, verdict=BROKEN),
@@ -118,9 +115,7 @@ SAME_WAY = word(3, "n2", "no module named h5py")
         (BROKEN, BROKEN, [word(0, "n1", None), program(2, "n2", 137)], "n2"),
     ],
 )
-def test_a_node_is_suspected_only_if_it_explains_more_than_the_rank(
-    before: RunVerdict, last: RunVerdict, words: list[LastWord], expected: str | None
-) -> None:
+def test_a_node_is_suspected_only_if_it_explains_more_than_the_rank(before, last, words, expected):
     attempts = [Attempt(1, from_step=0, to_step=0, nodes=2, verdict=each) for each in (before, last)]
     assert breaks_again(attempts, words) == expected
 
@@ -135,14 +130,12 @@ def test_a_node_is_suspected_only_if_it_explains_more_than_the_rank(
         (None, BROKEN, None),
     ],
 )
-def test_a_failure_that_follows_its_rank_acquits_the_node_before(
-    before: RunVerdict | None, last: RunVerdict, expected: str | None
-) -> None:
+def test_a_failure_that_follows_its_rank_acquits_the_node_before(before, last, expected):
     attempts = [Attempt(number, verdict=each) for number, each in enumerate([before, last], 1)]
     assert bad_nodes.acquitted(attempts) == expected and bad_nodes.acquitted(attempts[1:]) is None
 
 
-def test_the_command_shows_and_clears(tmp_path: Path, cli) -> None:
+def test_the_command_shows_and_clears(tmp_path, cli):
     run = RunDir(tmp_path / "run")
     run.create()
     (run.path / "run.yaml").write_text("name: r\nlaunch: {command: [sh]}\n")
@@ -158,7 +151,7 @@ def test_the_command_shows_and_clears(tmp_path: Path, cli) -> None:
     assert bad_nodes.of_run(run).entries(time.time()) == []
 
 
-def test_a_node_that_is_not_on_the_list_cannot_be_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_is_not_on_the_list_cannot_be_cleared(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     with pytest.raises(UserError, match="n9 is not excluded"):
         dispatch(["nodes", "--clear", "n9"])

@@ -38,7 +38,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
     return Disk(tmp_path / "events.jsonl", monkeypatch)
 
 
-def test_events_wait_for_space_and_come_in_order(disk: Disk) -> None:
+def test_events_wait_for_space_and_come_in_order(disk):
     said: list[str] = []
     writer = EventWriter(disk.path, said.append)
     writer.append(Train(step=1))
@@ -57,7 +57,7 @@ def test_events_wait_for_space_and_come_in_order(disk: Disk) -> None:
     assert "events.jsonl cannot be written: No space left on device; training continues" in warning
 
 
-def test_what_is_lost_at_the_end_is_told_once(disk: Disk) -> None:
+def test_what_is_lost_at_the_end_is_told_once(disk):
     said: list[str] = []
     writer = EventWriter(disk.path, said.append)
     disk.fill()
@@ -69,7 +69,7 @@ def test_what_is_lost_at_the_end_is_told_once(disk: Disk) -> None:
     assert said[1].endswith("No space left on device: events of this run that are lost: 3")
 
 
-def test_memory_is_bounded(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_bounded(disk, monkeypatch):
     monkeypatch.setattr(event_log, "MOST_WAITING", 4)
     said: list[str] = []
     writer = EventWriter(disk.path, said.append)
@@ -83,9 +83,7 @@ def test_memory_is_bounded(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("room", [0, 1, 30, 69, 70, 71, 72, 100, 139, 140, 141, 180])
-def test_a_disk_that_fills_within_a_line_repeats_no_event(
-    disk: Disk, monkeypatch: pytest.MonkeyPatch, room: int
-) -> None:
+def test_a_disk_that_fills_within_a_line_repeats_no_event(disk, monkeypatch, room):
     """Nor does it where all of a line but its end was written. A line has 70 bytes."""
     said: list[str] = []
     writer = EventWriter(disk.path, said.append)
@@ -103,7 +101,7 @@ def test_a_disk_that_fills_within_a_line_repeats_no_event(
     assert disk.steps() == [1, 2, 3, 4]
 
 
-def test_a_run_folder_that_is_gone_ends_nothing(tmp_path: Path) -> None:
+def test_a_run_folder_that_is_gone_ends_nothing(tmp_path):
     said: list[str] = []
     writer = EventWriter(tmp_path / "gone" / "events.jsonl", said.append)
     writer.append(Train(step=1))

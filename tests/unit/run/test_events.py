@@ -143,7 +143,7 @@ def test_whatever_the_interruptions_each_step_counts_once(attempts):
 
 
 @pytest.mark.parametrize("missing", COMMON)
-def test_a_line_without_a_common_field_is_torn_and_not_counted(missing: str) -> None:
+def test_a_line_without_a_common_field_is_torn_and_not_counted(missing):
     fields = {"time": 1.0, "event": "train", "step": 1, "attempt": 1}
     del fields[missing]
     decoder = Decoder()
@@ -151,28 +151,28 @@ def test_a_line_without_a_common_field_is_torn_and_not_counted(missing: str) -> 
 
 
 @pytest.mark.parametrize(("field", "wrong"), [("time", "x"), ("step", -1), ("attempt", "1"), ("schema", "x")])
-def test_a_common_field_of_a_wrong_type_is_told(field: str, wrong: Any) -> None:
+def test_a_common_field_of_a_wrong_type_is_told(field, wrong):
     decoder = Decoder()
     fields = {"time": 1.0, "event": "train", "step": 1, "attempt": 1, "schema": 1}
     assert not list(decoder.events([line({**fields, field: wrong}), line({**fields, "loss": "low"})]))
     assert decoder.left_out == 2 and field in decoder.first, "the first of them is told"
 
 
-def test_one_event_that_is_left_out_is_told_as_one() -> None:
+def test_one_event_that_is_left_out_is_told_as_one():
     decoder = Decoder()
     list(decoder.events([line({"time": 1.0, "event": "train", "step": 1, "attempt": 1, "loss": "low"})]))
     assert decoder.note.startswith("an event is left out, for loss of train is not of the type")
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_an_event_holds_is_given_by_name_alone(name: str) -> None:
+def test_what_an_event_holds_is_given_by_name_alone(name):
     """So that the fields of a newer version may stand anywhere."""
     with pytest.raises(TypeError, match="positional"):
         KINDS[name]("x", step=1)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_fields_that_are_missing_or_null_have_their_defaults(name: str) -> None:
+def test_fields_that_are_missing_or_null_have_their_defaults(name):
     common = {"time": 1.0, "event": name, "step": 1, "attempt": 1}
     (bare,) = decode(line(common))
     assert bare == KINDS[name](time=1.0, step=1, attempt=1)
@@ -180,29 +180,29 @@ def test_fields_that_are_missing_or_null_have_their_defaults(name: str) -> None:
     assert nulls == bare
 
 
-def test_an_event_of_an_unknown_kind_keeps_its_common_fields() -> None:
+def test_an_event_of_an_unknown_kind_keeps_its_common_fields():
     (event,) = decode(line({"time": 1.0, "event": "moved", "step": 3, "attempt": 2, "to": "n2"}))
     assert event == OtherEvent(time=1.0, step=3, attempt=2, called="moved", more={"to": "n2"})
     assert (event.name, event.step, event.attempt, event.to_json()["to"]) == ("moved", 3, 2, "n2")
 
 
-def test_further_fields_never_hide_those_of_the_kind() -> None:
+def test_further_fields_never_hide_those_of_the_kind():
     written = Train(time=1.0, step=3, attempt=1, loss=0.5, more={"loss": 9.0, "step": 9, "own": 1}).to_json()
     assert (written["loss"], written["step"], written["own"]) == (0.5, 3, 1)
 
 
-def test_numbers_of_an_interval_are_those_that_were_measured() -> None:
+def test_numbers_of_an_interval_are_those_that_were_measured():
     event = Train(step=1, loss=0.5, grad_norm=2.0, more={"accuracy": 0.75, "note": "x", "loss": 9.0, "flag": True})
     assert event.numbers() == {"loss": 0.5, "grad_norm": 2.0, "accuracy": 0.75}
 
 
-def test_seconds_of_a_step_are_those_of_the_interval_over_its_steps() -> None:
+def test_seconds_of_a_step_are_those_of_the_interval_over_its_steps():
     assert Train(step=8, steps=4, seconds={"data": 2.0, "forward": None}).seconds_per_step() == {"data": 0.5}
     for steps in (None, 0, 1):
         assert Train(step=8, steps=steps, seconds={"data": 2.0}).seconds_per_step() == {"data": 2.0}
 
 
-def test_findings_that_brought_no_sentence_are_told_all_the_same() -> None:
+def test_findings_that_brought_no_sentence_are_told_all_the_same():
     assert Straggler(step=1, rank=3, host="n1", cause="data").text == "rank 3 on n1: data"
     assert Straggler(step=1, sentence="rank 3 is slow").text == "rank 3 is slow"
     assert Recovered(step=1).text == "recovered: the attempt before had failed"
@@ -210,13 +210,13 @@ def test_findings_that_brought_no_sentence_are_told_all_the_same() -> None:
     assert (Hang(step=1).text, Hang(step=1, sentence="rank 3 hangs").text) == ("no rank moves", "rank 3 hangs")
 
 
-def test_a_step_counts_again_only_beyond_where_a_later_attempt_took_over() -> None:
+def test_a_step_counts_again_only_beyond_where_a_later_attempt_took_over():
     train = Train(time=1.0, step=5, attempt=2)
     assert is_repeated(train, {3: 4}) and not is_repeated(train, {3: 5})
     assert not is_repeated(train, {2: 0}) and not is_repeated(train, {1: 0})
     assert not is_repeated(Hang(time=1.0, step=5, attempt=2), {3: 0}), "what happened has happened"
 
 
-def test_events_are_of_one_line_each_whose_separators_people_can_read() -> None:
+def test_events_are_of_one_line_each_whose_separators_people_can_read():
     written = encode(Train(time=1.0, step=1, attempt=1, loss=0.5))
     assert written.startswith(b'{"time": 1.0, "event": "train", "step": 1, "attempt": 1, "schema": 1')

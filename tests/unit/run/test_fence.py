@@ -101,14 +101,14 @@ def take_over(run: RunDir) -> LiveLock:
 
 
 @pytest.mark.slow
-def test_no_number_is_given_twice(run: RunDir) -> None:
+def test_no_number_is_given_twice(run):
     program = "ids = UniqueIds(run.path / 'n', run.path)\nfor _ in range(1000): print(ids.take(b''))"
     taken = sorted(map(int, outputs(run, program, 3)))
     assert taken == list(range(1, 3001))
 
 
 @pytest.mark.slow
-def test_attempts_that_begin_and_end_at_the_same_time_are_all_recorded(run: RunDir) -> None:
+def test_attempts_that_begin_and_end_at_the_same_time_are_all_recorded(run):
     program = """
 for turn in range(20):
     number = Attempts(run).begin(Attempt(restarts=turn))
@@ -130,7 +130,7 @@ def slow(handle, fsync=os.fsync):
 """
 
 
-def test_a_beginning_that_sleeps_in_its_fsync_shares_its_number_with_nobody(run: RunDir) -> None:
+def test_a_beginning_that_sleeps_in_its_fsync_shares_its_number_with_nobody(run):
     program = f"""{SLOW_DISK}
 once = os.link
 def then_slow(*paths, **folders):
@@ -157,7 +157,7 @@ except Replaced as error:
     assert [(attempt.number, attempt.host) for attempt in Attempts(run).all()] == [(1, "slow"), (2, "fast")]
 
 
-def test_an_end_that_sleeps_in_its_fsync_takes_nothing_back(run: RunDir) -> None:
+def test_an_end_that_sleeps_in_its_fsync_takes_nothing_back(run):
     Attempts(run).begin(Attempt(host="slow"))
     program = f"""{SLOW_DISK}
 once = os.replace
@@ -183,7 +183,7 @@ Attempts(run).amend(1, failed_with(Code.KILLED, "late", ""))
         Attempts(run).check_fence(1)
 
 
-def test_a_folder_of_an_older_version_goes_on_above_its_fence(run: RunDir) -> None:
+def test_a_folder_of_an_older_version_goes_on_above_its_fence(run):
     past = [{"attempt": 4, "from_step": None, "to_step": 7}, {"attempt": 5, "host": "n1"}]
     old = {"id": "abc", "created": 1.5, "fence": 5, "attempts": past, "reducer": {"ranks": 2, "reducer": "mpi"}}
     run.run_json.write_text(json.dumps(old))
@@ -201,7 +201,7 @@ def test_a_folder_of_an_older_version_goes_on_above_its_fence(run: RunDir) -> No
         Attempts(run).check_fence(5)
 
 
-def test_an_attempt_that_an_older_version_began_counts(run: RunDir) -> None:
+def test_an_attempt_that_an_older_version_began_counts(run):
     Attempts(run).begin()
     info = Attempts(run).info()
     run.run_json.write_text(json.dumps({**info, "fence": 2, "attempts": [*info["attempts"], {"attempt": 2}]}))
@@ -212,14 +212,14 @@ def test_an_attempt_that_an_older_version_began_counts(run: RunDir) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"attempt": 3, "run": []}'])
-def test_a_number_whose_file_was_torn_counts_all_the_same(run: RunDir, content: str) -> None:
+def test_a_number_whose_file_was_torn_counts_all_the_same(run, content):
     Attempts(run).begin(Attempt(host="n1"))
     Attempts(run).ids.path(2).write_text(content)
     assert Attempts(run).begin() == 3
     assert [attempt.number for attempt in Attempts(run).all()] == [1, 2, 3]
 
 
-def test_a_run_json_that_was_removed_is_written_again(run: RunDir) -> None:
+def test_a_run_json_that_was_removed_is_written_again(run):
     Attempts(run).begin(Attempt(host="n1"))
     identity = Attempts(run).info()["id"]
     run.run_json.unlink()
@@ -227,7 +227,7 @@ def test_a_run_json_that_was_removed_is_written_again(run: RunDir) -> None:
     assert Attempts(run).all()[0].host == "n1" and Attempts(run).info()["id"] == identity
 
 
-def test_a_fence_that_cannot_be_seen_is_none_that_is_lost(run: RunDir) -> None:
+def test_a_fence_that_cannot_be_seen_is_none_that_is_lost(run):
     Attempts(run).begin()
     Attempts(run).ids.path(1).unlink()
     Attempts(run).ids.folder.rmdir()
@@ -243,7 +243,7 @@ def test_a_fence_that_cannot_be_seen_is_none_that_is_lost(run: RunDir) -> None:
 
 
 @pytest.mark.slow
-def test_of_all_who_want_the_lock_of_a_dead_holder_one_gets_it_each_time(run: RunDir) -> None:
+def test_of_all_who_want_the_lock_of_a_dead_holder_one_gets_it_each_time(run):
     program = """
 for _ in range(250):
     lock = LiveLock(run, dataclasses.replace(myself(), birth=1.0))  # dead as soon as it is there
@@ -255,7 +255,7 @@ for _ in range(250):
 
 
 @pytest.mark.slow
-def test_no_two_live_processes_hold_the_lock(run: RunDir) -> None:
+def test_no_two_live_processes_hold_the_lock(run):
     program = """
 inside, rounds = run.path / "inside", 0
 while rounds < 60:
@@ -274,7 +274,7 @@ while rounds < 60:
     assert not run.lock_file.exists()
 
 
-def test_a_process_that_sleeps_while_it_takes_the_lock_does_not_have_it(run: RunDir) -> None:
+def test_a_process_that_sleeps_while_it_takes_the_lock_does_not_have_it(run):
     program = """
 def no_links(*_, **__):
     raise PermissionError(errno.EPERM, "not on this file system")
@@ -300,7 +300,7 @@ except UserError as error:
     new.release()
 
 
-def test_a_holder_that_was_replaced_neither_beats_nor_unlocks(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_holder_that_was_replaced_neither_beats_nor_unlocks(run, monkeypatch):
     old = LiveLock(run, myself())
     old.acquire()
     new = take_over(run)
@@ -317,9 +317,7 @@ def test_a_holder_that_was_replaced_neither_beats_nor_unlocks(run: RunDir, monke
     assert at_work(run) is None and not run.lock_file.exists()
 
 
-def test_a_holder_names_itself_again_where_a_late_one_has_taken_its_place(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_holder_names_itself_again_where_a_late_one_has_taken_its_place(run, monkeypatch):
     lock = LiveLock(run, myself())
     lock.acquire()
     monkeypatch.setattr(live_lock, "BEAT_S", 0.0)
@@ -331,7 +329,7 @@ def test_a_holder_names_itself_again_where_a_late_one_has_taken_its_place(
         assert read(run.lock_file) == lock.holder
 
 
-def test_signs_of_life_from_a_thread_end_with_the_lock(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signs_of_life_from_a_thread_end_with_the_lock(run, monkeypatch):
     monkeypatch.setattr(live_lock, "BEAT_S", 0.02)
     old, threads = LiveLock(run, myself()), threading.active_count()
     old.acquire()
@@ -346,8 +344,8 @@ def test_signs_of_life_from_a_thread_end_with_the_lock(run: RunDir, monkeypatch:
     new.release()
 
 
-def test_a_file_server_that_does_not_answer_takes_no_lock_away(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: object) -> list[str]:
+def test_a_file_server_that_does_not_answer_takes_no_lock_away(run, monkeypatch):
+    def refused(*_):
         raise OSError(5, "Input/output error")
 
     lock = LiveLock(run, myself())
@@ -360,7 +358,7 @@ def test_a_file_server_that_does_not_answer_takes_no_lock_away(run: RunDir, monk
     lock.release()
 
 
-def test_locks_for_different_purposes_do_not_exclude_each_other(run: RunDir) -> None:
+def test_locks_for_different_purposes_do_not_exclude_each_other(run):
     submission = LiveLock(run, myself(), TO_SUBMIT)
     with LiveLock(run, myself()).held(), submission.held():
         with pytest.raises(UserError, match="is being submitted at this moment: process"):
@@ -383,7 +381,7 @@ print(json.dumps(verdict.to_json()))
 
 
 @pytest.mark.parametrize("asleep", [False, True])
-def test_a_supervisor_that_was_replaced_ends_its_ranks_and_touches_nothing(run: RunDir, asleep: bool) -> None:
+def test_a_supervisor_that_was_replaced_ends_its_ranks_and_touches_nothing(run, asleep):
     with children(run, SUPERVISOR) as [child]:
         wait_for("attempt", Attempts(run).all)
         wait_for("ranks", lambda: run.log("launcher", 1).exists())
@@ -403,10 +401,10 @@ def test_a_supervisor_that_was_replaced_ends_its_ranks_and_touches_nothing(run: 
     new.release()
 
 
-def test_nothing_is_started_that_was_replaced_while_it_was_prepared(run: RunDir, tmp_path: Path) -> None:
+def test_nothing_is_started_that_was_replaced_while_it_was_prepared(run, tmp_path):
     newer = []
 
-    def prepare(number: int) -> Launch:
+    def prepare(number):
         newer.append(take_over(run))
         return Launch(["touch", str(tmp_path / "started")], {}, 1, saves=False)
 
@@ -417,7 +415,7 @@ def test_nothing_is_started_that_was_replaced_while_it_was_prepared(run: RunDir,
     newer[0].release()
 
 
-def test_ranks_end_at_a_step_boundary_where_a_newer_attempt_has_begun(run: RunDir) -> None:
+def test_ranks_end_at_a_step_boundary_where_a_newer_attempt_has_begun(run):
     Attempts(run).begin()
     trainer: Any = SimpleNamespace(world=alone(), state=SimpleNamespace(step=3))
     hook = StopRequests(StopSignals(), run, print)
@@ -431,7 +429,7 @@ def test_ranks_end_at_a_step_boundary_where_a_newer_attempt_has_begun(run: RunDi
         hook.after_step(trainer, result)
 
 
-def test_a_plain_command_is_ended_where_a_newer_attempt_has_begun(run: RunDir) -> None:
+def test_a_plain_command_is_ended_where_a_newer_attempt_has_begun(run):
     Attempts(run).begin()
     words = [sys.executable, "-m", "hpctrain.programs.plain_command", "bash", "-c", "echo $$; exec sleep 600"]
     environment = {**os.environ, RUN_DIR: str(run.path), ATTEMPT: "1"}
@@ -474,9 +472,7 @@ def submit(tmp_path: Path, run: RunDir) -> Callable[[], subprocess.Popen[str]]:
 
 
 @pytest.mark.slow
-def test_of_two_submits_at_once_one_wins_before_sbatch(
-    submit: Callable[[], subprocess.Popen[str]], run: RunDir, tmp_path: Path
-) -> None:
+def test_of_two_submits_at_once_one_wins_before_sbatch(submit, run, tmp_path):
     with submit() as first:
         wait_for("sbatch", (tmp_path / "calls").exists)
         with submit() as second:
@@ -492,9 +488,7 @@ def test_of_two_submits_at_once_one_wins_before_sbatch(
 
 
 @pytest.mark.slow
-def test_of_submits_that_start_together_one_calls_sbatch(
-    submit: Callable[[], subprocess.Popen[str]], run: RunDir, tmp_path: Path
-) -> None:
+def test_of_submits_that_start_together_one_calls_sbatch(submit, run, tmp_path):
     (tmp_path / "gate").touch()
     for _ in range(3):
         rivals = [submit() for _ in range(3)]
@@ -506,9 +500,7 @@ def test_of_submits_that_start_together_one_calls_sbatch(
         (run.path / "jobs.jsonl").unlink()
 
 
-def test_a_submit_that_was_killed_is_in_nobodys_way(
-    submit: Callable[[], subprocess.Popen[str]], tmp_path: Path
-) -> None:
+def test_a_submit_that_was_killed_is_in_nobodys_way(submit, tmp_path):
     with submit() as first:
         wait_for("sbatch", (tmp_path / "calls").exists)
         first.kill()
@@ -528,7 +520,7 @@ sys.exit(supervise.supervise_job(sys.argv[2]))
 """
 
 
-def test_a_job_that_was_replaced_leaves_the_queue_alone(tmp_path: Path, run: RunDir) -> None:
+def test_a_job_that_was_replaced_leaves_the_queue_alone(tmp_path, run):
     """The next start of this very job may be the newer attempt, and the chain's next jobs may be to follow it."""
     names = ("sbatch", "scancel", "scontrol", "squeue")
     write_programs(tmp_path, **{name: f"echo {name} >> {tmp_path}/calls" for name in names})
@@ -542,7 +534,7 @@ def test_a_job_that_was_replaced_leaves_the_queue_alone(tmp_path: Path, run: Run
     assert not (tmp_path / "calls").exists()
 
 
-def test_a_stop_folder_asks_once_and_does_not_prevent_the_next_start(tmp_path: Path) -> None:
+def test_a_stop_folder_asks_once_and_does_not_prevent_the_next_start(tmp_path):
     run = RunDir(tmp_path)
     run.create()
     run.stop_file.mkdir()

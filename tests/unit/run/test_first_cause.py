@@ -267,7 +267,7 @@ def verdict(facts: Sequence[Fact]) -> tuple[int | Standing | None, str]:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_the_cause_is_the_same_in_every_order_and_if_any_fact_that_others_imply_is_missing(case: Case) -> None:
+def test_the_cause_is_the_same_in_every_order_and_if_any_fact_that_others_imply_is_missing(case):
     facts = [*case.needed, *case.others]
     rank, words = verdict(facts)
     assert rank == case.cause and case.how in words
@@ -276,26 +276,26 @@ def test_the_cause_is_the_same_in_every_order_and_if_any_fact_that_others_imply_
     assert told == {(rank, words)}
 
 
-def test_of_what_is_equally_well_known_the_lowest_rank_is_the_cause() -> None:
+def test_of_what_is_equally_well_known_the_lowest_rank_is_the_cause():
     for first, second in itertools.permutations([failed(1, "boom", 1.0), failed(2, "bang", 1.0)]):
         assert first_cause([first, second]) == failed(1, "boom", 1.0)
     unknown = dataclasses.replace(failed(0, "bad", 1.0), rank=None)
     assert first_cause([unknown, failed(1, "boom", 1.0)]) == failed(1, "boom", 1.0)
 
 
-def test_what_several_sources_tell_of_one_death_is_one_fact() -> None:
+def test_what_several_sources_tell_of_one_death_is_one_fact():
     told = [noted(0, 0, 1.0), Death(0, exit_code=3), Death(0, standing=Standing.GONE)]
     for order in itertools.permutations(told):
         assert first_cause([running(0), *order]) == Death(0, exit_code=3, standing=Standing.NOTED, at=1.0)
 
 
-def test_of_a_death_and_an_error_at_the_same_moment_the_error_is_the_cause() -> None:
+def test_of_a_death_and_an_error_at_the_same_moment_the_error_is_the_cause():
     error = failed(0, "ValueError: x", 1.0)
     assert first_cause([error, running(1), noted(1, -9, 1.0)]) == error
 
 
 @pytest.mark.parametrize(("noted_at", "rank"), [(6.5, 1), (10.0, 0)])
-def test_a_death_long_after_an_error_about_a_connection_did_not_cause_it(noted_at: float, rank: int) -> None:
+def test_a_death_long_after_an_error_about_a_connection_did_not_cause_it(noted_at, rank):
     """The failed rank aborted the others: a server of data had refused it, no rank."""
     complaint = failed(0, "ConnectionRefusedError: [Errno 111] Connection refused", 6.0)
     facts = [complaint, running(1), noted(1, -9, noted_at)]
@@ -305,7 +305,7 @@ def test_a_death_long_after_an_error_about_a_connection_did_not_cause_it(noted_a
     assert isinstance(first_cause(elsewhere), Death)
 
 
-def test_a_full_device_is_no_lost_peer() -> None:
+def test_a_full_device_is_no_lost_peer():
     full = failed(1, "NCCL error in: a.cpp\nCuda failure 2 'out of memory'", 6.0)
     assert full.error is not None
     error = dataclasses.replace(full.error, code=Code.OUT_OF_MEMORY)

@@ -143,7 +143,7 @@ def test_a_partial_folder_reads_as_empty(tmp_path):
 
 @pytest.mark.parametrize(("error", "expected"), [(errno.EACCES, BY_PERSON), (errno.ESTALE, None), (errno.EIO, None)])
 def test_a_stop_file_that_cannot_be_read_ends_no_supervisor(run_dir, monkeypatch, error, expected):
-    def refused(*_: object, **__: object) -> int:
+    def refused(*_, **__):
         raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr(os, "open", refused)

@@ -64,7 +64,7 @@ def evil_run(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("view", [*VIEWS, ("logs",)])
-def test_text_of_others_does_not_command_the_terminal(folder: Path, view: tuple[str, ...]) -> None:
+def test_text_of_others_does_not_command_the_terminal(folder, view):
     evil_run(folder)
     said = look(*view, folder)
     assert said.returncode == 0, said.output
@@ -72,7 +72,7 @@ def test_text_of_others_does_not_command_the_terminal(folder: Path, view: tuple[
     assert said.stdout.strip()
 
 
-def test_an_error_that_quotes_a_file_is_plain(tmp_path: Path) -> None:
+def test_an_error_that_quotes_a_file_is_plain(tmp_path):
     (tmp_path / "run.yaml").write_text(json.dumps({f"key{EVIL}": 1}))
     said = look("status", tmp_path / "run.yaml")
     assert said.returncode == 64 and "unknown key" in said.stderr
@@ -88,7 +88,7 @@ FILES = (
 
 
 @pytest.mark.parametrize("view", [*VIEWS, ("logs",), ("stop",)])
-def test_pipes_in_the_place_of_files_keep_nobody_waiting(folder: Path, view: tuple[str, ...]) -> None:
+def test_pipes_in_the_place_of_files_keep_nobody_waiting(folder, view):
     for name in FILES:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ def test_pipes_in_the_place_of_files_keep_nobody_waiting(folder: Path, view: tup
     assert "Traceback" not in said.output
 
 
-def test_a_pipe_in_the_place_of_a_run_file_is_named(tmp_path: Path) -> None:
+def test_a_pipe_in_the_place_of_a_run_file_is_named(tmp_path):
     os.mkfifo(tmp_path / "run.yaml")
     said = look("status", tmp_path / "run.yaml", timeout=PATIENCE_S)
     assert said.returncode == 64 and "it is a pipe, not a plain file" in said.stderr
@@ -115,7 +115,7 @@ DEEP = f"name: wave\ntask_args: {'[' * 2000}\n"
 
 @pytest.mark.parametrize("text", [TASK_ARGS, LONG_TEXTS, DEEP], ids=["aliases", "long texts", "nested"])
 @pytest.mark.parametrize("view", [("compare",), ("report", "--json")])
-def test_run_files_that_stand_for_gigabytes_are_not_read(folder: Path, view: tuple[str, ...], text: str) -> None:
+def test_run_files_that_stand_for_gigabytes_are_not_read(folder, view, text):
     (folder / "run.yaml").write_text(text)
     other = sound_run(folder.parent / "other")
     said = look(*view, folder, other) if view == ("compare",) else look(*view, folder)
@@ -123,13 +123,13 @@ def test_run_files_that_stand_for_gigabytes_are_not_read(folder: Path, view: tup
     assert len(said.output) < 100_000
 
 
-def test_a_run_file_of_aliases_is_refused_with_its_line(tmp_path: Path) -> None:
+def test_a_run_file_of_aliases_is_refused_with_its_line(tmp_path):
     (tmp_path / "run.yaml").write_text(TASK_ARGS)
     refused = look("render", tmp_path / "run.yaml")
     assert refused.returncode == 64 and "run.yaml:8 is not YAML: its aliases multiply to too much" in refused.stderr
 
 
-def test_files_that_are_too_large_are_not_read(folder: Path) -> None:
+def test_files_that_are_too_large_are_not_read(folder):
     for name in ("run.yaml", "run.json", "run.lock", "ranks/1.json", "monitor/live.json", "jobs.jsonl", "STOP"):
         with open(folder / name, "wb") as file:
             file.truncate(1 << 40)
@@ -138,7 +138,7 @@ def test_files_that_are_too_large_are_not_read(folder: Path) -> None:
         assert "Traceback" not in said.output and said.returncode in (0, 64), (view, said.output)
 
 
-def test_a_line_without_end_costs_neither_memory_nor_the_other_events(folder: Path) -> None:
+def test_a_line_without_end_costs_neither_memory_nor_the_other_events(folder):
     before = (folder / "events.jsonl").read_bytes()
     with open(folder / "events.jsonl", "r+b") as file:
         file.seek(1 << 28)
@@ -171,7 +171,7 @@ WRONG: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_events_of_wrong_types_are_left_out_and_told_once(folder: Path, view: tuple[str, ...], cli) -> None:
+def test_events_of_wrong_types_are_left_out_and_told_once(folder, view, cli):
     write_events(folder, *WRONG)
     said = cli(*view, folder)
     if view[0] in ("explain", "compare", "report", "status", "watch"):
@@ -192,9 +192,7 @@ WRONG_INFO = {
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_documents_of_wrong_types_end_nothing(
-    folder: Path, view: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_documents_of_wrong_types_end_nothing(folder, view, monkeypatch):
     monkeypatch.setenv("PATH", "")  # Slurm's commands
     for value in [*ODD, WRONG_INFO]:
         for name in ("run.json", "ranks/1.json", "monitor/live.json", "run.lock", "mlflow.json", "run.yaml"):

@@ -1,7 +1,5 @@
 """Ranks and their places."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +8,7 @@ from hpctrain.run.grid import Grid, GridPlace, grid_of
 
 
 @given(tensor=st.integers(1, 4), data=st.integers(1, 4), pipeline=st.integers(1, 4))
-def test_tensor_index_varies_fastest_then_data_then_stage(tensor: int, data: int, pipeline: int) -> None:
+def test_tensor_index_varies_fastest_then_data_then_stage(tensor, data, pipeline):
     grid = Grid(tensor * data * pipeline, tensor, pipeline)
     wanted = [GridPlace(d, t, s) for s in range(pipeline) for d in range(data) for t in range(tensor)]
     assert [grid.place(rank) for rank in range(grid.ranks)] == wanted
@@ -26,11 +24,11 @@ def test_tensor_index_varies_fastest_then_data_then_stage(tensor: int, data: int
         (Grid(2, pipeline=2), 1, " (stage 1, data 0)", "data 1 x pipeline 2"),
     ],
 )
-def test_what_people_read(grid: Grid, rank: int, told: str, name: str) -> None:
+def test_what_people_read(grid, rank, told, name):
     assert grid.label(rank) == told
     assert str(grid) == name
 
 
 @pytest.mark.parametrize("said", [(None, None), (3, None), (2, 3), (8, 1), (0, 0), (-2, 1)])
-def test_a_file_that_says_nonsense_has_no_places(said: tuple[int | None, int | None]) -> None:
+def test_a_file_that_says_nonsense_has_no_places(said):
     assert grid_of(4, *said) == Grid(4)

@@ -29,7 +29,7 @@ def write(folder: Path, which: LastWord, age_s: float = 60) -> None:
 
 
 @pytest.mark.parametrize("ranks", [10, 100])
-def test_a_second_look_reads_nothing_and_the_first_no_blanks(tmp_path: Path, ranks: int) -> None:
+def test_a_second_look_reads_nothing_and_the_first_no_blanks(tmp_path, ranks):
     written(tmp_path, ranks)
     reader = WordReader(tmp_path)
     assert [found.rank for found in reader.look()] == list(range(ranks))
@@ -38,7 +38,7 @@ def test_a_second_look_reads_nothing_and_the_first_no_blanks(tmp_path: Path, ran
     assert reader.bytes_read == ranks * HEAD_BYTES
 
 
-def test_a_word_that_changes_in_place_is_read_again(tmp_path: Path) -> None:
+def test_a_word_that_changes_in_place_is_read_again(tmp_path):
     written(tmp_path, 20)
     reader = WordReader(tmp_path)
     reader.look()
@@ -52,7 +52,7 @@ def test_a_word_that_changes_in_place_is_read_again(tmp_path: Path) -> None:
     assert reader.look()[7].error == ended.error
 
 
-def test_a_word_written_just_now_may_change_within_its_time_stamp(tmp_path: Path) -> None:
+def test_a_word_written_just_now_may_change_within_its_time_stamp(tmp_path):
     write(tmp_path, word(0), age_s=0)
     reader = WordReader(tmp_path)
     assert reader.look()[0].ending is Ending.RUNNING
@@ -63,14 +63,14 @@ def test_a_word_written_just_now_may_change_within_its_time_stamp(tmp_path: Path
     assert reader.look()[0].ending is Ending.COMPLETED
 
 
-def test_one_look_reads_a_bounded_amount_and_the_next_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_look_reads_a_bounded_amount_and_the_next_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(last_words, "READ_BYTES_A_LOOK", 4 * HEAD_BYTES)
     written(tmp_path, 10)
     reader = WordReader(tmp_path)
     assert [len(reader.look()) for _ in range(3)] == [4, 8, 10]
 
 
-def test_a_file_that_is_torn_keeps_the_earlier_word_and_is_read_again(tmp_path: Path) -> None:
+def test_a_file_that_is_torn_keeps_the_earlier_word_and_is_read_again(tmp_path):
     write(tmp_path, word(0))
     reader = WordReader(tmp_path)
     assert len(reader.look()) == 1
@@ -81,5 +81,5 @@ def test_a_file_that_is_torn_keeps_the_earlier_word_and_is_read_again(tmp_path: 
     assert reader.look()[0].ending is Ending.STOPPED
 
 
-def test_no_folder_has_no_words(tmp_path: Path) -> None:
+def test_no_folder_has_no_words(tmp_path):
     assert WordReader(tmp_path / "none").look() == []

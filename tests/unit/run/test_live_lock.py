@@ -148,7 +148,7 @@ def test_of_many_processes_that_want_a_dead_holders_folder_one_gets_it(run_dir):
 
 
 def test_a_process_of_another_user_that_proc_hides_lives_as_long_as_it_gives_signs_of_life(monkeypatch):
-    def kill(pid: int, number: int) -> None:
+    def kill(pid, number):
         raise PermissionError(errno.EPERM, "it is another user's")
 
     monkeypatch.setattr(os, "kill", kill)

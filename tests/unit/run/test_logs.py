@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,7 @@ from hpctrain.run.folder import RunDir
 from hpctrain.run.verdict import Action, RunVerdict, failed_with
 
 
-def test_logs_are_found_by_rank_and_attempt(tmp_path: Path) -> None:
+def test_logs_are_found_by_rank_and_attempt(tmp_path):
     run = RunDir(tmp_path)
     run.logs.mkdir()
     for name in (
@@ -38,9 +37,7 @@ def test_logs_are_found_by_rank_and_attempt(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("which", [("--rank", "9"), ("--attempt", "9")])
-def test_the_logs_that_there_are_are_named_if_the_wanted_one_is_none_of_them(
-    which: tuple[str, str], tmp_path: Path
-) -> None:
+def test_the_logs_that_there_are_are_named_if_the_wanted_one_is_none_of_them(which, tmp_path):
     run = RunDir(tmp_path)
     run.logs.mkdir()
     (run.path / "events.jsonl").touch()
@@ -50,7 +47,7 @@ def test_the_logs_that_there_are_are_named_if_the_wanted_one_is_none_of_them(
         cli.dispatch(["logs", str(tmp_path), *which])
 
 
-def test_the_job_log_of_an_array_element_is_found_beside_the_elements(tmp_path: Path) -> None:
+def test_the_job_log_of_an_array_element_is_found_beside_the_elements(tmp_path):
     for name in ("logs/slurm-7_1.out", "logs/slurm-7_11.out", "1/logs/7-1-0.out"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
@@ -58,7 +55,7 @@ def test_the_job_log_of_an_array_element_is_found_beside_the_elements(tmp_path: 
     assert [(log.job, log.rank) for log in found] == [("7_1", "job"), ("7", "0")]
 
 
-def test_the_first_error_is_that_of_the_log_that_fell_silent_first(tmp_path: Path) -> None:
+def test_the_first_error_is_that_of_the_log_that_fell_silent_first(tmp_path):
     run = RunDir(tmp_path)
     run.logs.mkdir()
     for name, text, when in (
@@ -87,7 +84,7 @@ def test_the_first_error_is_that_of_the_log_that_fell_silent_first(tmp_path: Pat
         ("hpctrain: stopped by USR1 at step 9\n  fix: the same command resumes it", "hpctrain: stopped by USR1"),
     ],
 )
-def test_what_the_supervisor_says_of_a_good_end_is_no_error(tmp_path: Path, said: str, found: str | None) -> None:
+def test_what_the_supervisor_says_of_a_good_end_is_no_error(tmp_path, said, found):
     run = RunDir(tmp_path)
     run.create()
     attempts = Attempts(run)
@@ -99,16 +96,16 @@ def test_what_the_supervisor_says_of_a_good_end_is_no_error(tmp_path: Path, said
     assert error is None if found is None else error is not None and error[1].startswith(found)
 
 
-def test_following_ends_with_the_job(tmp_path: Path) -> None:
+def test_following_ends_with_the_job(tmp_path):
     path, states = tmp_path / "log", iter([False, False, True, True])
     path.write_text("one\n")
     assert "".join(logs.follow(path, lambda: next(states), pause_s=0, ask_s=0)) == "one\n"
 
 
-def test_following_asks_slurm_seldom(tmp_path: Path) -> None:
+def test_following_asks_slurm_seldom(tmp_path):
     asked: list[bool] = []
 
-    def over() -> bool:
+    def over():
         asked.append(len(asked) > 1)
         return asked[-1]
 
@@ -117,7 +114,7 @@ def test_following_asks_slurm_seldom(tmp_path: Path) -> None:
     assert len(asked) == 3 and time.monotonic() - begin >= 0.2
 
 
-def test_logs_of_ranks_that_share_out_a_model_have_their_places(tmp_path: Path) -> None:
+def test_logs_of_ranks_that_share_out_a_model_have_their_places(tmp_path):
     run = RunDir(tmp_path)
     run.create()
     for plan in ({"tensor": 2}, {}):
@@ -129,9 +126,7 @@ def test_logs_of_ranks_that_share_out_a_model_have_their_places(tmp_path: Path) 
     assert logs.places(run, found) == ["", " (data 1, tensor 1)", "", ""]
 
 
-def test_logs_of_thousands_of_ranks_are_printed_one_by_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_logs_of_thousands_of_ranks_are_printed_one_by_one(tmp_path, monkeypatch, capsys):
     run, shown = RunDir(tmp_path), []
     run.create()
     (run.path / "events.jsonl").touch()

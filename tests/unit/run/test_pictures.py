@@ -1,9 +1,6 @@
 """Pictures of a run folder in its report."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 from hpctrain.report import page
 from hpctrain.report.explain import explain
@@ -11,7 +8,7 @@ from hpctrain.run.figures import MOST_PICTURE_BYTES, MOST_PICTURES, PNG, read_pi
 from hpctrain.run.run_view import RunView
 
 
-def test_the_last_pictures_are_shown_and_nothing_else(tmp_path: Path) -> None:
+def test_the_last_pictures_are_shown_and_nothing_else(tmp_path):
     for number in range(MOST_PICTURES + 3):
         (tmp_path / f"step-{number:03d}.png").write_bytes(PNG + b"x")
     (tmp_path / "zz-script.png").write_bytes(b"<script>")
@@ -23,7 +20,7 @@ def test_the_last_pictures_are_shown_and_nothing_else(tmp_path: Path) -> None:
     assert read_pictures(tmp_path / "missing") == []
 
 
-def test_names_are_escaped(tmp_path: Path) -> None:
+def test_names_are_escaped(tmp_path):
     (tmp_path / '"><script>.png').write_bytes(PNG)
     data = RunView(tmp_path).history()
     text = page.render(data, explain(data), [], read_pictures(tmp_path))

@@ -55,7 +55,7 @@ def start(run: RunDir) -> None:
     supervise(run, lambda number: Launch(["true"], {}, 1), Limits(), Attempt(), "name: x\n")
 
 
-def test_words_of_an_attempt_are_not_removed_behind_a_link(run: RunDir, thesis: Path) -> None:
+def test_words_of_an_attempt_are_not_removed_behind_a_link(run, thesis):
     (run.ranks / "1").symlink_to(thesis)
     start(run)
     assert read(run, 1), "the attempt has its verdict"
@@ -66,7 +66,7 @@ def test_words_of_an_attempt_are_not_removed_behind_a_link(run: RunDir, thesis: 
     assert is_untouched(thesis)
 
 
-def test_a_word_is_not_written_through_a_link(run: RunDir, thesis: Path) -> None:
+def test_a_word_is_not_written_through_a_link(run, thesis):
     word = first_word(0)
     file = WordFile.of(run, 1, word)
     file.path.parent.mkdir()
@@ -80,9 +80,7 @@ def test_a_word_is_not_written_through_a_link(run: RunDir, thesis: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["ranks", "logs", "monitor", "checkpoints"])
-def test_a_folder_of_a_run_that_is_a_link_is_refused_before_anything_is_written(
-    name: str, run: RunDir, thesis: Path
-) -> None:
+def test_a_folder_of_a_run_that_is_a_link_is_refused_before_anything_is_written(name, run, thesis):
     (run.path / name).rmdir()
     (run.path / name).symlink_to(thesis)
     with pytest.raises(UserError, match=f"{name} is a link, which is not followed here"):
@@ -91,14 +89,14 @@ def test_a_folder_of_a_run_that_is_a_link_is_refused_before_anything_is_written(
 
 
 @pytest.mark.parametrize("name", ["attempts", "locks"])
-def test_numbers_are_not_taken_behind_a_link(name: str, run: RunDir, thesis: Path) -> None:
+def test_numbers_are_not_taken_behind_a_link(name, run, thesis):
     (run.path / name).symlink_to(thesis)
     with pytest.raises(HpctrainError, match=f"{name} is a link"):
         start(run)
     assert is_untouched(thesis)
 
 
-def test_no_file_of_a_run_is_written_through_a_link(run: RunDir, thesis: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_file_of_a_run_is_written_through_a_link(run, thesis, monkeypatch):
     """The names that a run writes to are to be known in advance."""
     monkeypatch.setenv(RUN_DIR, str(run.path))
     monkeypatch.setenv(ATTEMPT, "1")
@@ -122,7 +120,7 @@ def test_no_file_of_a_run_is_written_through_a_link(run: RunDir, thesis: Path, m
     assert is_untouched(thesis)
 
 
-def test_a_stop_that_replaces_that_of_a_signal_is_not_written_through_a_link(run: RunDir, thesis: Path) -> None:
+def test_a_stop_that_replaces_that_of_a_signal_is_not_written_through_a_link(run, thesis):
     (thesis / "chapter.json").write_text(SIGNAL)
     run.stop_file.symlink_to(thesis / "chapter.json")
     request_stop(run, StopRequest("someone"))
@@ -130,7 +128,7 @@ def test_a_stop_that_replaces_that_of_a_signal_is_not_written_through_a_link(run
     assert (thesis / "chapter.json").read_text() == SIGNAL
 
 
-def test_preflight_overwrites_nothing_in_shared_scratch(tmp_path: Path, thesis: Path) -> None:
+def test_preflight_overwrites_nothing_in_shared_scratch(tmp_path, thesis):
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     guessed = scratch / f".hpctrain-probe-{socket.gethostname()}-{os.getpid()}"

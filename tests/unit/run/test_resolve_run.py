@@ -37,13 +37,13 @@ def array(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "typed", ["wave", "wave.yaml", "wave/run.yaml", "wave/", "wave/checkpoints", "wave/checkpoints/step-000000010"]
 )
-def test_a_run_has_many_names(run: RunDir, typed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_has_many_names(run, typed, monkeypatch):
     monkeypatch.chdir(run.path.parent)
     assert resolve_run.folder(typed) == resolve_run.existing(typed) == resolve_run.single(typed) == run
     assert resolve_run.runs(typed) == [run]
 
 
-def test_a_run_file_names_a_folder_that_need_not_be_there(tmp_path: Path) -> None:
+def test_a_run_file_names_a_folder_that_need_not_be_there(tmp_path):
     (tmp_path / "new.yaml").write_text(f"{RUN_FILE}run_dir: {tmp_path / 'new'}\n")
     typed = str(tmp_path / "new.yaml")
     assert resolve_run.single(typed).path == tmp_path / "new"
@@ -53,14 +53,14 @@ def test_a_run_file_names_a_folder_that_need_not_be_there(tmp_path: Path) -> Non
         resolve_run.folder(str(tmp_path / "nothing"))
 
 
-def test_for_looking_on_a_run_file_need_not_be_valid(run: RunDir) -> None:
+def test_for_looking_on_a_run_file_need_not_be_valid(run):
     run.run_yaml.write_text("name: [")
     assert resolve_run.folder(str(run.path)) == run
     with pytest.raises(UserError):
         resolve_run.configured(str(run.path))
 
 
-def test_an_array_is_its_elements_in_their_order(array: Path) -> None:
+def test_an_array_is_its_elements_in_their_order(array):
     assert [run.path.name for run in resolve_run.runs(str(array))] == ["0", "1", "10"]
     assert resolve_run.single(str(array / "1")).path == array / "1"
     with pytest.raises(UserError, match="is an array of runs") as caught:
@@ -69,17 +69,17 @@ def test_an_array_is_its_elements_in_their_order(array: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["report", "compare", "watch"])
-def test_commands_for_one_run_refuse_an_array(array: Path, command: str, cli) -> None:
+def test_commands_for_one_run_refuse_an_array(array, command, cli):
     assert "is an array of runs" in cli(command, array, code=64).err
 
 
 @pytest.mark.parametrize(("typed", "step"), [("wave", None), ("wave.yaml", None), ("wave/checkpoints", None)])
-def test_checkpoints_are_found_from_wherever_one_points(run: RunDir, typed: str, step: int | None) -> None:
+def test_checkpoints_are_found_from_wherever_one_points(run, typed, step):
     store, found = locate(str(run.path.parent / typed))
     assert (store.path, found) == (run.checkpoints, step)
 
 
-def test_a_checkpoint_is_meant_by_its_folder_in_a_run_or_not(run: RunDir, tmp_path: Path) -> None:
+def test_a_checkpoint_is_meant_by_its_folder_in_a_run_or_not(run, tmp_path):
     named = run.checkpoints / "step-000000010"
     assert resolve_run.checkpoints(str(named)) == (run.checkpoints, 10)
     moved = tmp_path / "elsewhere" / "step-000000010"
@@ -90,14 +90,14 @@ def test_a_checkpoint_is_meant_by_its_folder_in_a_run_or_not(run: RunDir, tmp_pa
 
 
 @pytest.mark.parametrize("command", ["status", "stop", "report", "explain", "watch", "logs"])
-def test_a_folder_without_a_run_is_left_alone(command: str, tmp_path: Path, cli) -> None:
+def test_a_folder_without_a_run_is_left_alone(command, tmp_path, cli):
     (tmp_path / "logs").mkdir()
     (tmp_path / "notes.txt").touch()
     assert "is not the folder of a run" in cli(command, tmp_path, code=64).err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "notes.txt"]
 
 
-def test_a_run_folder_that_was_moved_or_copied_is_meant_itself(run: RunDir, tmp_path: Path) -> None:
+def test_a_run_folder_that_was_moved_or_copied_is_meant_itself(run, tmp_path):
     copy, link = tmp_path / "copy", tmp_path / "link"
     shutil.copytree(run.path, copy)
     link.symlink_to(run.path)

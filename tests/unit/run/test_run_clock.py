@@ -38,13 +38,13 @@ def compared(monkeypatch: pytest.MonkeyPatch, ahead: Sequence[float]) -> list[fl
     return found
 
 
-def test_how_far_a_clock_is_ahead_is_found_and_equal_clocks_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_far_a_clock_is_ahead_is_found_and_equal_clocks_are_left_alone(monkeypatch):
     first, same, late, early = compared(monkeypatch, [0.0, 0.0, 100.0, -3600.0])
     assert first == same == 0.0
     assert late == pytest.approx(100, abs=50) and early == pytest.approx(-3600, abs=50)
 
 
-def test_moments_of_a_host_are_told_by_the_clock_of_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moments_of_a_host_are_told_by_the_clock_of_the_first_one(monkeypatch):
     monkeypatch.setenv(last_words.AHEAD_S, "100.0")
     monkeypatch.setattr(last_words.time, "time", lambda: 1100.0)
     assert last_words.now() == 1000.0

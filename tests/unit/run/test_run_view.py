@@ -53,7 +53,7 @@ def write(run: RunDir, *events: Event) -> None:
         writer.append(event)
 
 
-def test_a_run_that_began_again_is_the_new_one_only(run: RunDir) -> None:
+def test_a_run_that_began_again_is_the_new_one_only(run):
     info = json.loads(run.run_json.read_text())
     info["attempts"] += [{"attempt": 3, "started": 300.0, "fresh": True}, {"attempt": 4, "started": 320.0}]
     run.run_json.write_text(json.dumps(info))
@@ -69,7 +69,7 @@ def test_a_run_that_began_again_is_the_new_one_only(run: RunDir) -> None:
     assert [attempt.number for attempt in Attempts(run).all()] == [3, 4]
 
 
-def test_a_snapshot_holds_all_that_the_folder_tells(run: RunDir) -> None:
+def test_a_snapshot_holds_all_that_the_folder_tells(run):
     request_stop(run, StopRequest("ada@login"))
     WordFile.of(run, 2, first_word(0)).begin(first_word(0))
     found = hpctrain.RunView(run.path).snapshot()
@@ -86,7 +86,7 @@ def test_a_snapshot_holds_all_that_the_folder_tells(run: RunDir) -> None:
     assert found.state(now=300.0).word is Word.UNKNOWN, "and nobody is at work"
 
 
-def test_a_snapshot_stays_as_it_is_when_the_run_goes_on(run: RunDir) -> None:
+def test_a_snapshot_stays_as_it_is_when_the_run_goes_on(run):
     view = RunView(run.path)
     before = view.look()
     write(run, Train(time=221.0, step=40, attempt=2, loss=0.25, steps=10))
@@ -96,7 +96,7 @@ def test_a_snapshot_stays_as_it_is_when_the_run_goes_on(run: RunDir) -> None:
         before.id = "another"  # type: ignore[misc]
 
 
-def test_a_long_history_is_read_in_portions(run: RunDir) -> None:
+def test_a_long_history_is_read_in_portions(run):
     filler = [Train(time=300.0 + step, step=step, attempt=2, more={"x": "y" * 2000}) for step in range(31, 2000)]
     write(run, *filler)
     view = RunView(run.path)
@@ -106,7 +106,7 @@ def test_a_long_history_is_read_in_portions(run: RunDir) -> None:
     assert not last.is_behind and last.progress.step == 1999
 
 
-def test_a_history_counts_steps_once_and_knows_what_the_snapshot_knows(run: RunDir) -> None:
+def test_a_history_counts_steps_once_and_knows_what_the_snapshot_knows(run):
     found = RunView(run.path).history()
     assert found.train["loss"].step.tolist() == [10, 20, 30] and found.train["loss"].value.tolist() == [1, 1, 0.5]
     assert not found.metrics, "the evaluation was of a step that was computed again"
@@ -115,7 +115,7 @@ def test_a_history_counts_steps_once_and_knows_what_the_snapshot_knows(run: RunD
     assert saved is not None and saved.path == "x" and found.last(Eval) is None
 
 
-def test_readers_that_keep_their_place_get_each_event_once(run: RunDir) -> None:
+def test_readers_that_keep_their_place_get_each_event_once(run):
     view = RunView(run.path)
     first, place = view.events_from(0, 200)
     rest, end = view.events_from(place, 1 << 20)
@@ -128,7 +128,7 @@ def test_readers_that_keep_their_place_get_each_event_once(run: RunDir) -> None:
     assert view.events_from(place, 1 << 20) == ([], place)
 
 
-def test_a_folder_that_is_not_there_is_a_run_that_has_not_started(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_is_a_run_that_has_not_started(tmp_path):
     view = RunView(tmp_path / "wave")
     found = view.snapshot()
     assert (found.name, found.attempts, found.outcome) == ("wave", (), Outcome.UNKNOWN)
@@ -137,14 +137,14 @@ def test_a_folder_that_is_not_there_is_a_run_that_has_not_started(tmp_path: Path
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[1]", '{"attempts": 7}'])
-def test_damaged_records_hide_nothing_else(run: RunDir, damage: str) -> None:
+def test_damaged_records_hide_nothing_else(run, damage):
     for path in (run.run_json, run.run_yaml, run.live_view, run.heat_map, run.lock_file):
         path.write_text(damage)
     found = RunView(run.path).history().run
     assert (found.progress.step, found.checkpoint_step, found.attempts) == (30, 20, ())
 
 
-def test_the_heat_map_is_that_of_the_monitor(run: RunDir) -> None:
+def test_the_heat_map_is_that_of_the_monitor(run):
     values: Any = np.array([[0.0, 0.5], [0.25, np.nan]], dtype=np.float16)
     np.savez_compressed(run.heat_map, excess=values)
     found = RunView(run.path).heat_map()

@@ -19,7 +19,7 @@ def bytes_read_by_this_process() -> int:
         return int(file.readline().split()[1])
 
 
-def test_each_byte_is_read_once(tmp_path: Path) -> None:
+def test_each_byte_is_read_once(tmp_path):
     path = tmp_path / "events.jsonl"
     tail, portion = Tail(path), b'{"a": 1}\n' * 1000 + b'{"torn'
     got, before = b"", bytes_read_by_this_process()
@@ -36,7 +36,7 @@ def test_each_byte_is_read_once(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.binary(max_size=40), max_size=8), st.integers(1, 9))
-def test_lines_are_whole_however_they_are_written_and_read(parts: list[bytes], portion: int) -> None:
+def test_lines_are_whole_however_they_are_written_and_read(parts, portion):
     path = Path(f"/dev/shm/hpctrain-test-tail-{os.getpid()}")
     path.write_bytes(b"")
     try:
@@ -53,7 +53,7 @@ def test_lines_are_whole_however_they_are_written_and_read(parts: list[bytes], p
         path.unlink()
 
 
-def test_a_file_that_vanishes_and_another_one_in_its_place(tmp_path: Path) -> None:
+def test_a_file_that_vanishes_and_another_one_in_its_place(tmp_path):
     path = tmp_path / "events.jsonl"
     tail = Tail(path)
     assert tail.lines() == b""
@@ -67,7 +67,7 @@ def test_a_file_that_vanishes_and_another_one_in_its_place(tmp_path: Path) -> No
     assert (tail.lines(), tail.restarts) == (b"cut\n", 2)
 
 
-def test_json_that_is_torn_or_gone_leaves_what_was_known(tmp_path: Path) -> None:
+def test_json_that_is_torn_or_gone_leaves_what_was_known(tmp_path):
     path = tmp_path / "live.json"
     file = JsonFile(path)
     assert (file.read(), file.changed) == (None, None)
@@ -84,8 +84,8 @@ def test_json_that_is_torn_or_gone_leaves_what_was_known(tmp_path: Path) -> None
     assert file.read() == {"step": 3}
 
 
-def test_what_may_not_be_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> int:
+def test_what_may_not_be_read_is_said(tmp_path, monkeypatch):
+    def refuse(*_):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("hpctrain.run.tail.os.open", refuse)  # root may read anything
@@ -93,14 +93,14 @@ def test_what_may_not_be_read_is_said(tmp_path: Path, monkeypatch: pytest.Monkey
         Tail(tmp_path / "events.jsonl").lines()
 
 
-def test_a_file_that_cannot_be_read_leaves_nothing_to_catch_up_with(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_leaves_nothing_to_catch_up_with(tmp_path):
     (tmp_path / "events.jsonl").mkdir()  # has a size, but reading it is an error, as with EIO
     (tmp_path / "events.jsonl" / "entry").touch()
     tail = Tail(tmp_path / "events.jsonl")
     assert (tail.lines(), tail.is_behind) == (b"", False)
 
 
-def test_content_that_could_not_be_read_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_content_that_could_not_be_read_is_tried_again(tmp_path, monkeypatch):
     path = tmp_path / "run.json"
     path.write_text('{"a": 1}')
     file = JsonFile(path)
@@ -110,7 +110,7 @@ def test_content_that_could_not_be_read_is_tried_again(tmp_path: Path, monkeypat
     assert file.read() == {"a": 1}
 
 
-def test_no_look_leaves_a_file_open(tmp_path: Path) -> None:
+def test_no_look_leaves_a_file_open(tmp_path):
     """A live view looks every second for weeks."""
     path, missing = tmp_path / "run.json", tmp_path / "none"
     path.write_bytes(b'{"a": 1}\n')

@@ -21,7 +21,7 @@ def recovered(step: int, attempt: int, at: float, seconds: float, repeated: int)
     return event("recovered", step, attempt, at, seconds=seconds, repeated_steps=repeated, reason=KILLED.reason)
 
 
-def test_a_run_that_is_killed_stopped_and_resumed() -> None:
+def test_a_run_that_is_killed_stopped_and_resumed():
     """An interval is 10 steps, of which 5 s count."""
     made = progress(
         event("run_started", 0, at=5),
@@ -55,7 +55,7 @@ def test_a_run_that_is_killed_stopped_and_resumed() -> None:
     assert [each.attempt for each in made.sums.recoveries] == [2]
 
 
-def test_starts_of_a_complete_run_take_none_of_its_time() -> None:
+def test_starts_of_a_complete_run_take_none_of_its_time():
     """Its goodput fell with each, as if it had waited for them."""
     events = event("run_started", 0, at=5), trained(10, at=15), event("run_started", 10, attempt=2, at=1005)
     first = Attempt(1, 0.0, 20.0, from_step=None, to_step=10, verdict=DONE)
@@ -67,21 +67,21 @@ def test_starts_of_a_complete_run_take_none_of_its_time() -> None:
 
 
 @pytest.mark.parametrize(("restarts", "waiting_s", "failures_s"), [(0, 0.0, 60.0), (1, 50.0, 10.0)])
-def test_a_requeue_waits_and_a_restart_in_the_job_does_not(restarts: int, waiting_s: float, failures_s: float) -> None:
+def test_a_requeue_waits_and_a_restart_in_the_job_does_not(restarts, waiting_s, failures_s):
     made = progress(trained(10, at=15), recovered(11, 2, at=80, seconds=60.0, repeated=0))
     first = Attempt(1, 0.0, 20.0, job="7", restarts=0, verdict=KILLED)
     account = made.sums.account((first, Attempt(2, 70.0, job="7", restarts=restarts)))
     assert (account.waiting_s, account.failures_s) == (waiting_s, failures_s)
 
 
-def test_an_attempt_that_died_with_its_supervisor_ends_with_its_newest_event() -> None:
+def test_an_attempt_that_died_with_its_supervisor_ends_with_its_newest_event():
     made = progress(trained(10, at=15), trained(20, attempt=2, at=115))
     account = made.sums.account((Attempt(1, 0.0), Attempt(2, 100.0)))
     assert (account.wall_s, account.waiting_s) == (115, 85)
 
 
 @pytest.mark.parametrize("at", [-3600, 3600])
-def test_a_clock_that_is_set_back_makes_no_goodput_above_one_and_no_negative_times(at: int) -> None:
+def test_a_clock_that_is_set_back_makes_no_goodput_above_one_and_no_negative_times(at):
     """An interval is 10 steps, of which 5 s count; the clock is set back before the second, or before it all."""
     made = progress(
         event("run_started", 0, at=4000),
@@ -95,20 +95,20 @@ def test_a_clock_that_is_set_back_makes_no_goodput_above_one_and_no_negative_tim
     assert min(account.wall_s, account.failures_s, account.waiting_s) >= 0
 
 
-def test_goodput_is_at_most_one_if_steps_took_longer_than_the_clock_says() -> None:
+def test_goodput_is_at_most_one_if_steps_took_longer_than_the_clock_says():
     made = progress(*(trained(step, at=100) for step in range(10, 70, 10)))
     account = made.sums.account((Attempt(1, 95.0, 97.0, verdict=DONE),))
     assert (account.wall_s, account.goodput) == (5, 1.0)
 
 
-def test_without_attempts_the_events_are_the_run_and_without_steps_nothing_is_said() -> None:
+def test_without_attempts_the_events_are_the_run_and_without_steps_nothing_is_said():
     account = progress(event("run_started", 0, at=5), trained(10, at=15)).sums.account(())
     assert (account.wall_s, account.goodput, account.text) == (10, 0.5, "too short to judge (10.0 s)")
     nothing = Sums().account(())
     assert (nothing.wall_s, nothing.goodput, nothing.text) == (0, None, "")
 
 
-def test_a_short_run_is_not_judged_unless_it_survived_a_failure() -> None:
+def test_a_short_run_is_not_judged_unless_it_survived_a_failure():
     failure = recovered(1, 1, at=10, seconds=8.0, repeated=0)
     short, failed = (progress(event("run_started", 0, at=0), *more, trained(10, at=59)) for more in ((), (failure,)))
     assert short.sums.account(()).text == "too short to judge (59.0 s)"
@@ -116,13 +116,13 @@ def test_a_short_run_is_not_judged_unless_it_survived_a_failure() -> None:
     assert progress(event("run_started", 0, at=0), trained(10, at=60)).sums.account(()).text == "8% of 1 min 00 s"
 
 
-def test_memory_does_not_grow_with_the_attempts() -> None:
+def test_memory_does_not_grow_with_the_attempts():
     sums = progress(*(recovered(1, number, at=number, seconds=1.0, repeated=0) for number in range(1, 1500))).sums
     assert (len(sums.times), len(sums.recoveries)) == (ATTEMPTS, RECOVERIES)
     assert sums.account(()).failures == 1499
 
 
-def test_a_run_that_began_again_counts_from_there() -> None:
+def test_a_run_that_began_again_counts_from_there():
     made = progress(event("run_started", 0, at=5), trained(10, at=15), recovered(11, 1, at=16, seconds=8.0, repeated=4))
     made.count_from(2)
     for each in (event("run_started", 0, attempt=2, at=100), trained(10, attempt=2, at=110)):

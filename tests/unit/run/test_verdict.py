@@ -101,28 +101,26 @@ CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by pe
         failed(1, "rank 1 of 2 waited 60 s for the other ranks to begin", 1.5),
     ],
 )
-def test_a_rank_that_dies_of_another_s_death_is_not_the_cause_whichever_is_noted_first(
-    victim: LastWord, cause_ended: float
-) -> None:
+def test_a_rank_that_dies_of_another_s_death_is_not_the_cause_whichever_is_noted_first(victim, cause_ended):
     verdict = blame([program(0, cause_ended, 1, GONE), victim])
     assert verdict.rank == 0 and "the disk of the data is gone" in verdict.reason
     assert blame([victim, failed(0, "the disk of the data is gone", cause_ended)]).rank == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_rank_that_was_killed_is_the_cause_of_errors_about_lost_peers(number: signal.Signals) -> None:
+def test_a_rank_that_was_killed_is_the_cause_of_errors_about_lost_peers(number):
     killed = word(1, Ending.KILLED, exit_code=128 + number, note=f"was killed by {number.name}", code=Code.KILLED)
     assert blame([program(0, 1.0, 1, CLOSED), killed]).rank == 1
     assert blame([program(0, 1.0, 1, CLOSED), program(1, 1.1, -number)]).rank == 1
 
 
 @pytest.mark.parametrize("ended", [1.0, 3.0])
-def test_a_rank_that_wants_no_other_attempt_is_the_cause_whenever_it_said_so(ended: float) -> None:
+def test_a_rank_that_wants_no_other_attempt_is_the_cause_whenever_it_said_so(ended):
     verdict = blame([program(0, ended, 64, "ConfigError: connection refused"), program(1, 2.0, 1, "lost")])
     assert (verdict.rank, verdict.action, verdict.exit_code) == (0, Action.FAIL, 64)
 
 
-def test_a_rank_that_aborts_alone_or_long_before_the_others_is_the_cause() -> None:
+def test_a_rank_that_aborts_alone_or_long_before_the_others_is_the_cause():
     aborted = program(1, 1.0, -signal.SIGABRT)
     assert blame([aborted, word(0, Ending.TAKEN_DOWN)]).rank == 1
     assert blame([aborted, program(0, 1.2, 1, CLOSED)]).rank == 1
@@ -130,7 +128,7 @@ def test_a_rank_that_aborts_alone_or_long_before_the_others_is_the_cause() -> No
 
 
 @pytest.mark.parametrize("code", [Code.KILLED, Code.VANISHED, Code.OUT_OF_MEMORY])
-def test_what_was_found_out_of_a_death_is_the_code_of_the_verdict(code: Code) -> None:
+def test_what_was_found_out_of_a_death_is_the_code_of_the_verdict(code):
     verdict = blame([word(1, Ending.KILLED, note="whatever it is called, memory or not", code=code)])
     assert (verdict.code, verdict.cause) == (code, code.value)
 
@@ -171,15 +169,13 @@ def test_progress_and_orderly_stops_start_the_count_of_failures_anew():
         (STUCK, SCHEDULER, False, Action.DO_NOT_REQUEUE),
     ],
 )
-def test_ranks_that_do_not_stop_before_the_limit_get_no_further_next_time(
-    attempt: Attempt, stop: Stop, saves: bool, action: Action
-) -> None:
+def test_ranks_that_do_not_stop_before_the_limit_get_no_further_next_time(attempt, stop, saves, action):
     late = failed_with(Code.STOP, "the ranks did not stop in time", "")
     assert decide([], [attempt], 3, stop, late, saves).action is action
 
 
 @pytest.mark.parametrize("stop", [None, SCHEDULER], ids=["exit code 75", "time limit"])
-def test_a_program_that_reports_its_checkpoints_is_requeued_only_after_a_new_one(stop: Stop | None) -> None:
+def test_a_program_that_reports_its_checkpoints_is_requeued_only_after_a_new_one(stop):
     stopped = [word(rank, Ending.STOPPED, step=None) for rank in range(2)]
     advanced, stuck = (decide(stopped, [each], 3, stop, saves=False) for each in (ADVANCED, STUCK))
     assert advanced.action is Action.REQUEUE and advanced.reason.endswith(", with a checkpoint of step 20")
@@ -195,7 +191,7 @@ def test_lost_nodes_are_not_counted_as_failures_of_the_run():
     assert decide([], [STUCK, STUCK, STUCK], max_failures=3, failure=node) == node
 
 
-def test_an_attempt_that_was_replaced_is_not_run_again_and_not_counted() -> None:
+def test_an_attempt_that_was_replaced_is_not_run_again_and_not_counted():
     assert trailing_failures([STUCK, after(Code.IN_USE), STUCK]) == 2
     word = failed(0, "attempt 1 has been replaced by attempt 2", 1.0, ExitCode.DO_NOT_REQUEUE, Code.IN_USE)
     verdict = decide([word], [STUCK], max_failures=3)
@@ -221,7 +217,7 @@ def test_what_the_supervisor_ended_the_attempt_for_wins():
         (PERSON, Action.STOP, "stopped by signal SIGINT"),
     ],
 )
-def test_of_a_plain_command_no_checkpoint_is_expected(stop: Stop | None, action: Action, reason: str) -> None:
+def test_of_a_plain_command_no_checkpoint_is_expected(stop, action, reason):
     verdict = decide(both(Ending.STOPPED), [UNREPORTED], max_failures=3, stop=stop, saves=False)
     assert (verdict.action, verdict.exit_code) == (action, 75)
     assert reason in verdict.reason
@@ -231,14 +227,14 @@ def test_of_a_plain_command_no_checkpoint_is_expected(stop: Stop | None, action:
     ("code", "final"),
     [(Code.EXCEPTION, Code.NO_PROGRESS), (Code.UNKNOWN, Code.NO_PROGRESS), (Code.DISK_FULL, Code.DISK_FULL)],
 )
-def test_the_code_of_repeated_failures_is_the_precise_one_if_there_is_one(code: Code, final: Code) -> None:
+def test_the_code_of_repeated_failures_is_the_precise_one_if_there_is_one(code, final):
     verdict = decide([failed(1, "boom", 1.0, code=code)], [STUCK] * 3, max_failures=3)
     assert (verdict.action, verdict.code) == (Action.DO_NOT_REQUEUE, final)
 
 
 @pytest.mark.parametrize("code", Code)
 @pytest.mark.parametrize("before_ranks", [False, True])
-def test_a_verdict_is_read_as_it_was_written(code: Code, before_ranks: bool) -> None:
+def test_a_verdict_is_read_as_it_was_written(code, before_ranks):
     verdict = RunVerdict(
         Action.FAIL, ExitCode.USER_ERROR, "a", "b", 1, "n1", code, before_ranks or code is Code.PREFLIGHT
     )
@@ -249,7 +245,7 @@ def test_a_verdict_is_read_as_it_was_written(code: Code, before_ranks: bool) -> 
     ("cause", "code"),
     [("node", Code.NODE), ("replaced", Code.IN_USE), ("error", Code.UNKNOWN), (None, Code.UNKNOWN)],
 )
-def test_verdicts_without_codes_tell_what_their_cause_tells(cause: str | None, code: Code) -> None:
+def test_verdicts_without_codes_tell_what_their_cause_tells(cause, code):
     """As an earlier version wrote them: their sentences are not read."""
     saved = {"action": "requeue", "exit_code": 70, "reason": "No space left on device", "cause": cause}
     verdict = RunVerdict.from_json(saved)
@@ -257,18 +253,18 @@ def test_verdicts_without_codes_tell_what_their_cause_tells(cause: str | None, c
 
 
 @pytest.mark.parametrize("saved", [{}, {"action": None}, {"action": "of a later version"}])
-def test_what_is_no_verdict(saved: dict[str, str | None]) -> None:
+def test_what_is_no_verdict(saved):
     assert RunVerdict.from_json(saved) is None
 
 
-def test_an_attempt_is_read_as_it_was_written() -> None:
+def test_an_attempt_is_read_as_it_was_written():
     known = {"versions": {"numpy": "2"}, "git_commit": "abc", "verdict": STUCK.verdict}
     attempt = Attempt(3, 1.0, 2.0, 4, 8, "n1", ("n1", "n2"), "7_1", "9", 2, 8, 2, 2, None, "gradients", **known)  # type: ignore[arg-type]
     assert Attempt.from_json({**attempt.to_json(), "mood": "good"}) == attempt
     assert Attempt.from_json({"attempt": 1, "verdict": None, "hosts": None}) == Attempt(1)
 
 
-def test_an_orderly_end_says_where_and_whether_it_came_early() -> None:
+def test_an_orderly_end_says_where_and_whether_it_came_early():
     assert decide(both(Ending.COMPLETED), [ADVANCED], 3).reason == "done after step 7"
     assert decide(both(Ending.EARLY), [ADVANCED], 3).reason == "stopped early after step 7"
     assert decide(both(Ending.EARLY), [ADVANCED], 3, saves=False).reason == "stopped early"
@@ -277,13 +273,13 @@ def test_an_orderly_end_says_where_and_whether_it_came_early() -> None:
 
 
 @pytest.mark.parametrize("step", [0, None])
-def test_a_run_that_ended_before_its_first_step_ended_at_step_0(step: int | None) -> None:
+def test_a_run_that_ended_before_its_first_step_ended_at_step_0(step):
     words = [word(rank, Ending.STOPPED, step=step) for rank in range(2)]
     assert decide(words, [ADVANCED], 3, PERSON).reason == "stopped by signal SIGINT at step 0"
 
 
-def test_a_run_that_saves_nothing_is_started_again_unless_a_person_stopped_it() -> None:
-    def verdict(stop: Stop | None) -> tuple[Action, str]:
+def test_a_run_that_saves_nothing_is_started_again_unless_a_person_stopped_it():
+    def verdict(stop):
         decided = decide(both(Ending.STOPPED), [UNREPORTED], 3, stop, saves=False)
         return decided.action, decided.reason
 
@@ -293,11 +289,11 @@ def test_a_run_that_saves_nothing_is_started_again_unless_a_person_stopped_it() 
     assert decide(both(Ending.STOPPED), [STUCK], 3).action is Action.STOP, "nobody told who asked: nobody goes on"
 
 
-def test_a_stop_before_any_attempt_is_known_is_no_lack_of_progress() -> None:
+def test_a_stop_before_any_attempt_is_known_is_no_lack_of_progress():
     assert decide(both(Ending.STOPPED), [], 3, SCHEDULER).action is Action.REQUEUE
 
 
-def test_one_failure_that_is_one_too_many_is_told_as_one() -> None:
+def test_one_failure_that_is_one_too_many_is_told_as_one():
     verdict = decide([failed(1, "boom", 1.0)], [STUCK], max_failures=1)
     assert verdict.reason == "rank 1 on n1: boom, without a new checkpoint; launch.max_failures is 1"
     assert (verdict.action, verdict.code) == (Action.DO_NOT_REQUEUE, Code.NO_PROGRESS)
@@ -305,18 +301,18 @@ def test_one_failure_that_is_one_too_many_is_told_as_one() -> None:
     assert decide(death, [STUCK], max_failures=1).code is Code.OUT_OF_MEMORY, "the cause says more than that"
 
 
-def test_what_the_supervisor_found_out_counts_whatever_the_ranks_say() -> None:
+def test_what_the_supervisor_found_out_counts_whatever_the_ranks_say():
     hang = failed_with(Code.HANG, "no rank moved", "")
     assert decide(both(Ending.COMPLETED), [ADVANCED], 3, failure=hang) == hang
 
 
-def test_who_asked_a_failed_attempt_to_stop_is_told_once() -> None:
+def test_who_asked_a_failed_attempt_to_stop_is_told_once():
     told = [failed(0, what, 1.0) for what in ("x", "stopped by signal SIGINT before training began (make the task)")]
     reasons = [decide([one], [ADVANCED], 3, PERSON).reason for one in told]
     assert [reason.count("signal SIGINT") for reason in reasons] == [1, 1]
 
 
-def test_ranks_without_a_word_are_named_up_to_eight() -> None:
+def test_ranks_without_a_word_are_named_up_to_eight():
     one = blame([word(2, Ending.VANISHED, note="its node is gone"), word(0, Ending.COMPLETED)])
     assert (one.reason, one.rank, one.host) == (
         "rank 2 left no exit record (its node is gone)",
@@ -333,25 +329,25 @@ def test_ranks_without_a_word_are_named_up_to_eight() -> None:
     assert unnumbered.reason == "rank ? left no exit record"
 
 
-def test_an_error_of_some_ranks_names_the_first_and_one_alone_too() -> None:
+def test_an_error_of_some_ranks_names_the_first_and_one_alone_too():
     assert blame([failed(0, "no such file", 1.0)]).reason == "rank 0 on n0: no such file"
     several = [failed(0, "lost", 2.0), failed(1, "lost", 3.0), failed(2, "no such file", 1.0)]
     assert blame(several).reason == "rank 2 on n2: no such file"
 
 
-def test_a_death_without_a_note_is_a_death() -> None:
+def test_a_death_without_a_note_is_a_death():
     assert blame([word(1, Ending.KILLED)]).reason == "rank 1 on n1 died"
     assert blame([word(1, Ending.KILLED)]).fix == "see the rank's log"
 
 
-def test_an_attempt_killed_with_its_supervisor_came_as_far_as_the_next_one_began() -> None:
+def test_an_attempt_killed_with_its_supervisor_came_as_far_as_the_next_one_began():
     killed, next_one = Attempt(1, from_step=10), Attempt(2, from_step=20, to_step=20, verdict=STUCK.verdict)
     assert trailing_failures([killed, next_one]) == 1, "it had saved step 20"
     again = dataclasses.replace(next_one, from_step=10, to_step=10)
     assert trailing_failures([killed, again]) == 2
 
 
-def test_ranks_that_share_out_a_model_are_told_with_their_places() -> None:
+def test_ranks_that_share_out_a_model_are_told_with_their_places():
     attempt = dataclasses.replace(STUCK, ranks=4, tensor=2, verdict=None)
     found = [
         decide(words, [attempt], max_failures=3).reason
@@ -376,14 +372,14 @@ def test_ranks_that_share_out_a_model_are_told_with_their_places() -> None:
         (ParallelConfig(shard="optimizer"), "shard optimizer"),
     ],
 )
-def test_the_plan_of_an_attempt_is_kept(parallel: ParallelConfig, plan: str) -> None:
+def test_the_plan_of_an_attempt_is_kept(parallel, plan):
     attempt = Attempt(1, ranks=4).under(parallel)
     saved = attempt.to_json()
     assert Attempt.from_json(saved).plan == plan
     assert {"tensor", "shard"} & saved.keys() == {word.split()[0] for word in plan.split(", ") if word}
 
 
-def test_an_error_that_repeats_at_the_same_step_is_not_tried_again() -> None:
+def test_an_error_that_repeats_at_the_same_step_is_not_tried_again():
     at = [dataclasses.replace(failed(1, "boom", 1.0), step=3)]
     later = [dataclasses.replace(failed(1, "boom", 1.0), step=4)]
     verdict = decide(at, [STUCK, ADVANCED], 3, before=at)
@@ -413,13 +409,13 @@ def test_an_error_that_repeats_at_the_same_step_is_not_tried_again() -> None:
 @pytest.mark.parametrize(
     ("by_person", "saves", "action"), [(True, True, "stop"), (False, True, "requeue"), (True, False, "stop")]
 )
-def test_a_stop_before_any_rank_has_begun_is_a_stop(by_person: bool, saves: bool, action: str) -> None:
+def test_a_stop_before_any_rank_has_begun_is_a_stop(by_person, saves, action):
     verdict = decide([], [STUCK], 3, Stop("SIGTERM", by_person), saves=saves)
     assert (verdict.action.value, verdict.exit_code) == (action, 75)
     assert verdict.reason == "stopped by SIGTERM before any rank began"
 
 
-def test_if_no_failure_is_allowed_the_first_one_ends_the_run_with_its_own_code() -> None:
+def test_if_no_failure_is_allowed_the_first_one_ends_the_run_with_its_own_code():
     verdict = decide([failed(1, "boom", 1.0)], [ADVANCED], max_failures=0)
     assert (verdict.action, verdict.exit_code) == (Action.DO_NOT_REQUEUE, 70)
 
@@ -436,7 +432,7 @@ def test_if_no_failure_is_allowed_the_first_one_ends_the_run_with_its_own_code()
         (RunVerdict(Action.DONE, ExitCode.DONE, "x"), False, False),
     ],
 )
-def test_what_is_started_again_in_place(verdict: RunVerdict, asked: bool, again: bool) -> None:
+def test_what_is_started_again_in_place(verdict, asked, again):
     assert starts_again(verdict, asked) is again
 
 

@@ -32,7 +32,7 @@ def bomb(levels: int, width: int = 9) -> str:
     return "\n".join(lines)
 
 
-def test_aliases_of_ordinary_files_work(parse: Callable[[str], Any]) -> None:
+def test_aliases_of_ordinary_files_work(parse):
     text = "base: &base {lr: 0.1, steps: [1, 2]}\nfirst: *base\nsecond: [*base, *base]\n"
     base = {"lr": 0.1, "steps": [1, 2]}
     assert parse(text) == {"base": base, "first": base, "second": [base, base]}
@@ -61,6 +61,6 @@ def test_aliases_of_ordinary_files_work(parse: Callable[[str], Any]) -> None:
         ("? [a]\n: b", "unhashable"),
     ],
 )
-def test_what_would_grow_is_refused(text: str, why: str, parse: Callable[[str], Any]) -> None:
+def test_what_would_grow_is_refused(text, why, parse):
     with pytest.raises(yaml.YAMLError, match=why):
         parse(text)

@@ -30,7 +30,7 @@ def put(path: Path, text: str) -> None:
         (SPLIT, "memory/job/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n"),
     ],
 )
-def test_kills_for_memory_are_counted(tmp_path: Path, proc: Path, groups: str, file: str, text: str) -> None:
+def test_kills_for_memory_are_counted(tmp_path, proc, groups, file, text):
     put(proc / "self" / "cgroup", groups)
     assert cgroups.oom_kills(proc, tmp_path / "fs") is None
     put(tmp_path / "fs" / file, text)
@@ -45,14 +45,14 @@ def test_kills_for_memory_are_counted(tmp_path: Path, proc: Path, groups: str, f
         (SPLIT, "cpu/job/cpu.stat", "nr_periods 9\nnr_throttled 4\nthrottled_time 2500000000\n"),
     ],
 )
-def test_time_under_the_quota_is_in_seconds(tmp_path: Path, proc: Path, groups: str, file: str, text: str) -> None:
+def test_time_under_the_quota_is_in_seconds(tmp_path, proc, groups, file, text):
     put(proc / "self" / "cgroup", groups)
     assert cgroups.throttled_s(proc, tmp_path / "fs") is None
     put(tmp_path / "fs" / file, text)
     assert cgroups.throttled_s(proc, tmp_path / "fs") == 2.5
 
 
-def test_without_control_groups_nothing_is_said(tmp_path: Path) -> None:
+def test_without_control_groups_nothing_is_said(tmp_path):
     assert cgroups.oom_kills(tmp_path, tmp_path) is None
     assert cgroups.throttled_s(tmp_path, tmp_path) is None
     assert cgroups.cpu_quota(tmp_path) is None
@@ -67,13 +67,13 @@ def test_without_control_groups_nothing_is_said(tmp_path: Path) -> None:
         ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
     ],
 )
-def test_a_containers_quota_counts(tmp_path: Path, files: dict[str, str], cores: float | None) -> None:
+def test_a_containers_quota_counts(tmp_path, files, cores):
     for name, text in files.items():
         put(tmp_path / name, text)
     assert cgroups.cpu_quota(tmp_path) == cores
 
 
-def test_the_strictest_limit_above_a_group_counts_and_cached_files_do_not(tmp_path: Path, proc: Path) -> None:
+def test_the_strictest_limit_above_a_group_counts_and_cached_files_do_not(tmp_path, proc):
     root = tmp_path / "fs"
     put(proc / "self" / "cgroup", UNIFIED)
     assert cgroups.memory_left(proc, root) is None
@@ -88,7 +88,7 @@ def test_the_strictest_limit_above_a_group_counts_and_cached_files_do_not(tmp_pa
     assert cgroups.memory_left(proc, root) == 50
 
 
-def test_limits_of_version_1_are_read_with_those_of_groups_inside(tmp_path: Path, proc: Path) -> None:
+def test_limits_of_version_1_are_read_with_those_of_groups_inside(tmp_path, proc):
     root = tmp_path / "fs"
     put(proc / "self" / "cgroup", SPLIT)
     put(root / "memory/job/memory.limit_in_bytes", "1000\n")

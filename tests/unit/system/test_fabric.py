@@ -36,20 +36,18 @@ def adapter(root: Path, name: str, layer: str, state: str = "4: ACTIVE", driver:
         ("Unspecified", "4: ACTIVE", "efa", "EFA"),
     ],
 )
-def test_fast_networks_are_known_by_active_adapters(
-    tmp_path: Path, layer: str, state: str, driver: str, name: str
-) -> None:
+def test_fast_networks_are_known_by_active_adapters(tmp_path, layer, state, driver, name):
     assert fabric(tmp_path) == ""
     adapter(tmp_path, "mlx5_0", layer, state, driver)
     assert fabric(tmp_path) == name
 
 
-def test_slingshot_is_known_by_its_devices(tmp_path: Path) -> None:
+def test_slingshot_is_known_by_its_devices(tmp_path):
     (tmp_path / "sys/class/cxi/cxi0").mkdir(parents=True)
     assert fabric(tmp_path) == "Slingshot"
 
 
-def test_cores_near_a_device_are_those_of_its_node(tmp_path: Path) -> None:
+def test_cores_near_a_device_are_those_of_its_node(tmp_path):
     write(
         tmp_path,
         **{
@@ -67,7 +65,7 @@ EVERY = range(8)
 FIRST, SECOND = range(4), range(4, 8)
 
 
-def test_ranks_keep_to_the_cores_next_to_their_gpus() -> None:
+def test_ranks_keep_to_the_cores_next_to_their_gpus():
     ranks = [(EVERY, FIRST), (EVERY, FIRST), (EVERY, SECOND), (EVERY, SECOND)]
     assert [own_cores(rank, ranks) for rank in range(4)] == [{*FIRST}, {*FIRST}, {*SECOND}, {*SECOND}]
 
@@ -83,5 +81,5 @@ def test_ranks_keep_to_the_cores_next_to_their_gpus() -> None:
         [(FIRST, FIRST), (FIRST, FIRST)],
     ],
 )
-def test_affinity_stays_as_it_is(ranks: list[tuple[range, range]]) -> None:
+def test_affinity_stays_as_it_is(ranks):
     assert [own_cores(rank, ranks) for rank in range(len(ranks))] == [set()] * len(ranks)

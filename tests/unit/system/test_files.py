@@ -53,7 +53,7 @@ WRITERS: dict[str, Callable[[Path, Path], object]] = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_link_to_a_file_is_not_written_through(name: str, run: Path, thesis: Path) -> None:
+def test_a_link_to_a_file_is_not_written_through(name, run, thesis):
     (run / "word").symlink_to(thesis / "chapter.tex")
     try:
         WRITERS[name](run / "word", run)
@@ -64,7 +64,7 @@ def test_a_link_to_a_file_is_not_written_through(name: str, run: Path, thesis: P
 
 @pytest.mark.parametrize("depth", ["ranks", "ranks/2"])
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_link_to_a_folder_is_not_walked_through(name: str, depth: str, run: Path, thesis: Path) -> None:
+def test_a_link_to_a_folder_is_not_walked_through(name, depth, run, thesis):
     (run / depth).parent.mkdir(exist_ok=True)
     (thesis / "2").mkdir()
     (run / depth).symlink_to(thesis)
@@ -74,7 +74,7 @@ def test_a_link_to_a_folder_is_not_walked_through(name: str, depth: str, run: Pa
     assert is_untouched(thesis)
 
 
-def test_a_folder_behind_a_link_is_not_removed(run: Path, thesis: Path) -> None:
+def test_a_folder_behind_a_link_is_not_removed(run, thesis):
     (run / "ranks").mkdir()
     (run / "ranks" / "2").symlink_to(thesis)
     with pytest.raises(files.Diverted, match="ranks/2 is a link"):
@@ -82,7 +82,7 @@ def test_a_folder_behind_a_link_is_not_removed(run: Path, thesis: Path) -> None:
     assert is_untouched(thesis)
 
 
-def test_a_link_in_a_folder_that_is_removed_goes_and_what_it_names_stays(run: Path, thesis: Path) -> None:
+def test_a_link_in_a_folder_that_is_removed_goes_and_what_it_names_stays(run, thesis):
     (run / "2").mkdir()
     (run / "2" / "a").symlink_to(thesis / "chapter.tex")
     (run / "2" / "b").write_text("")
@@ -90,7 +90,7 @@ def test_a_link_in_a_folder_that_is_removed_goes_and_what_it_names_stays(run: Pa
     assert not (run / "2").exists() and is_untouched(thesis)
 
 
-def test_links_on_the_way_to_the_users_folder_are_the_users(tmp_path: Path, run: Path) -> None:
+def test_links_on_the_way_to_the_users_folder_are_the_users(tmp_path, run):
     (tmp_path / "home").symlink_to(run)
     root = tmp_path / "home"
     files.make_folder(root / "ranks" / "2", root)
@@ -100,20 +100,20 @@ def test_links_on_the_way_to_the_users_folder_are_the_users(tmp_path: Path, run:
 
 
 @pytest.mark.parametrize("name", ["append", "overwrite", "log"])
-def test_nobody_waits_for_a_pipes_other_end(name: str, run: Path) -> None:
+def test_nobody_waits_for_a_pipes_other_end(name, run):
     os.mkfifo(run / "word")
     with pytest.raises(files.Diverted, match="word is not"):
         WRITERS[name](run / "word", run)
 
 
-def test_a_fresh_log_replaces_what_was_there(run: Path) -> None:
+def test_a_fresh_log_replaces_what_was_there(run):
     (run / "log").write_text("old")
     with os.fdopen(files.open_log(run / "log", run, fresh=True), "wb") as log:
         log.write(b"new")
     assert (run / "log").read_text() == "new"
 
 
-def test_output_goes_to_no_log_behind_a_link(run: Path, thesis: Path) -> None:
+def test_output_goes_to_no_log_behind_a_link(run, thesis):
     (run / "logs").mkdir()
     (run / "logs" / "0.out").symlink_to(thesis / "chapter.tex")
     program = f"import sys\nfrom pathlib import Path\nfrom {redirect.__module__} import redirect\n"
@@ -123,7 +123,7 @@ def test_output_goes_to_no_log_behind_a_link(run: Path, thesis: Path) -> None:
     assert is_untouched(thesis)
 
 
-def test_files_are_not_for_everybody_to_write(run: Path) -> None:
+def test_files_are_not_for_everybody_to_write(run):
     former = os.umask(0)
     try:
         files.make_folder(run / "a", run)
@@ -144,9 +144,7 @@ def refusing(code: int) -> Callable[..., int]:
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_a_file_that_nothing_can_be_written_to_is_not_left_empty(
-    run: Path, monkeypatch: pytest.MonkeyPatch, links: bool
-) -> None:
+def test_a_file_that_nothing_can_be_written_to_is_not_left_empty(run, monkeypatch, links):
     if not links:
         monkeypatch.setattr(os, "link", refusing(errno.EOPNOTSUPP))
     monkeypatch.setattr(os, "fsync", refusing(errno.EDQUOT))  # NFS tells of a quota only now
@@ -158,9 +156,7 @@ def test_a_file_that_nothing_can_be_written_to_is_not_left_empty(
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_of_several_one_creates_a_file_and_others_see_it_whole(
-    run: Path, monkeypatch: pytest.MonkeyPatch, links: bool
-) -> None:
+def test_of_several_one_creates_a_file_and_others_see_it_whole(run, monkeypatch, links):
     seen: list[bool] = []
     if not links:
         monkeypatch.setattr(os, "link", refusing(errno.EPERM))
@@ -173,7 +169,7 @@ def test_of_several_one_creates_a_file_and_others_see_it_whole(
 # Replacing
 
 
-def test_a_replacement_appears_whole_or_not_at_all(run: Path) -> None:
+def test_a_replacement_appears_whole_or_not_at_all(run):
     path = run / "a.h5"
     path.write_text("old")
     with pytest.raises(ZeroDivisionError), files.replacement(path) as temporary:
@@ -188,8 +184,8 @@ def test_a_replacement_appears_whole_or_not_at_all(run: Path) -> None:
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_the_first_of_several_may_win(run: Path, links: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_links(*_: object) -> None:
+def test_the_first_of_several_may_win(run, links, monkeypatch):
+    def no_links(*_):
         raise PermissionError(errno.EPERM, "no links here")
 
     if not links:
@@ -203,7 +199,7 @@ def test_the_first_of_several_may_win(run: Path, links: bool, monkeypatch: pytes
     assert [entry.name for entry in run.iterdir()] == ["a.h5"] and path.read_text() == "first"
 
 
-def test_a_file_that_cannot_be_replaced_leaves_nothing(run: Path) -> None:
+def test_a_file_that_cannot_be_replaced_leaves_nothing(run):
     (run / "a").mkdir()
     with pytest.raises(RunFailed, match="cannot write"):
         files.write_atomically(run / "a", b"x", run)
@@ -213,14 +209,14 @@ def test_a_file_that_cannot_be_replaced_leaves_nothing(run: Path) -> None:
 # Private folders
 
 
-def test_a_private_folder_is_made_private(run: Path) -> None:
+def test_a_private_folder_is_made_private(run):
     (run / "a").mkdir(mode=0o755)
     for name in ("a", "b"):
         files.make_private(run / name)
         assert stat.S_IMODE((run / name).stat().st_mode) == 0o700
 
 
-def test_a_private_folder_is_no_link(run: Path, thesis: Path) -> None:
+def test_a_private_folder_is_no_link(run, thesis):
     thesis.chmod(0o755)
     (run / "a").symlink_to(thesis)
     with pytest.raises(files.Diverted, match="is a link"):
@@ -228,7 +224,7 @@ def test_a_private_folder_is_no_link(run: Path, thesis: Path) -> None:
     assert stat.S_IMODE(thesis.stat().st_mode) == 0o755
 
 
-def test_a_private_folder_is_no_other_users(tmp_path: Path) -> None:
+def test_a_private_folder_is_no_other_users(tmp_path):
     """Who knows its name can make it first, in a folder that all may write to."""
     if not as_somebody():
         pytest.skip(f"{NOT_PERMITTED}becoming another user")

@@ -1,7 +1,5 @@
 """What a terminal would obey never reaches it."""
 
-from __future__ import annotations
-
 import io
 from unicodedata import category
 
@@ -31,30 +29,30 @@ PIECES = ["\x1b", "[", "]", "0;t", "31m", "\x9b", "\x9d", "\x07", "\x1b\\", "P",
         ("naïve 日本語 ▁▂▃", "naïve 日本語 ▁▂▃"),
     ],
 )
-def test_sequences_go_whole_and_the_text_stays(text: str, expected: str) -> None:
+def test_sequences_go_whole_and_the_text_stays(text, expected):
     assert plain(text) == expected
 
 
 @given(st.text() | st.lists(st.sampled_from(PIECES)).map("".join))
-def test_nothing_but_line_ends_and_tabs_moves_the_cursor(text: str) -> None:
+def test_nothing_but_line_ends_and_tabs_moves_the_cursor(text):
     shown = plain(text)
     assert all(character.isprintable() or character in "\n\t" or category(character) == "Cs" for character in shown)
     assert plain(shown) == shown
     assert line(text).isprintable()
 
 
-def test_a_line_is_one_and_ends() -> None:
+def test_a_line_is_one_and_ends():
     assert line("job done\n  last attempt: \x1b[32mfine\x1b[0m") == "job done last attempt: fine"
     assert len(line("x" * 10**6)) < MOST_CHARACTERS + 10
 
 
 @pytest.mark.parametrize("hard", ["\x1b]" * 50_000, "\x9d" * 100_000, "\x1b[" + "0" * 100_000, "\x1b[0" * 50_000])
 @pytest.mark.timeout(10)
-def test_time_grows_with_the_text_only(hard: str) -> None:
+def test_time_grows_with_the_text_only(hard):
     assert "\x1b" not in plain(hard)
 
 
-def test_what_an_encoding_lacks_is_spelled_out() -> None:
+def test_what_an_encoding_lacks_is_spelled_out():
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     show("é\x1b[2J", stream)
     stream.seek(0)

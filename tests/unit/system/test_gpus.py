@@ -13,12 +13,12 @@ def make(root: Path, files: dict[str, str]) -> None:
         (root / name).write_text(text)
 
 
-def test_nvidia_gpus_are_device_files(tmp_path: Path) -> None:
+def test_nvidia_gpus_are_device_files(tmp_path):
     make(tmp_path, {f"dev/{name}": "" for name in ("nvidia1", "nvidia0", "nvidiactl", "nvidia-uvm")})
     assert usable_gpus(tmp_path) == [Gpu("NVIDIA", tmp_path / f"dev/nvidia{index}") for index in (0, 1)]
 
 
-def test_instinct_and_max_gpus_count_and_graphics_do_not(tmp_path: Path) -> None:
+def test_instinct_and_max_gpus_count_and_graphics_do_not(tmp_path):
     nodes = "sys/class/kfd/kfd/topology/nodes"
     make(tmp_path, {
         f"{nodes}/0/properties": "cpu_cores_count 64\ngfx_target_version 0\ndrm_render_minor 0\n",
@@ -35,7 +35,7 @@ def test_instinct_and_max_gpus_count_and_graphics_do_not(tmp_path: Path) -> None
     ]  # fmt: skip
 
 
-def test_a_gpu_that_the_job_may_not_open_is_not_usable(tmp_path: Path) -> None:
+def test_a_gpu_that_the_job_may_not_open_is_not_usable(tmp_path):
     make(tmp_path, {"dev/nvidia0": ""})
     (tmp_path / "dev/nvidia1").mkdir(parents=True)  # cannot be opened for writing, even by root
     assert [gpu.path.name for gpu in usable_gpus(tmp_path)] == ["nvidia0"]

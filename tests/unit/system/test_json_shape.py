@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
 import pytest
 
@@ -31,7 +30,7 @@ INF, NAN = float("inf"), float("nan")
         (dict, [{}, {"x": 1}], [[], None, "x"]),
     ],
 )
-def test_shapes(shape: Any, right: list[Any], wrong: list[Any]) -> None:
+def test_shapes(shape, right, wrong):
     fit = fits(shape)
     assert all(map(fit, right)) and not any(map(fit, wrong))
     assert [sound(shape)(value) for value in right] == right
@@ -40,7 +39,7 @@ def test_shapes(shape: Any, right: list[Any], wrong: list[Any]) -> None:
             sound(shape)(value)
 
 
-def test_the_misfit_is_named_or_left_out() -> None:
+def test_the_misfit_is_named_or_left_out():
     shape = {"step": is_count, "by": str}
     assert misfit(shape)({"step": 3, "by": 7, "more": []}) == "by"
     assert misfit(shape)({"step": 3}) is None
@@ -70,7 +69,7 @@ class Whole:
     seconds: Mapping[str, float | None] = field(default_factory=dict)
 
 
-def test_dataclasses_are_read_by_their_types() -> None:
+def test_dataclasses_are_read_by_their_types():
     read = maker(Whole)
     assert read({"step": 3}) == read({"step": 3, "host": None, "more": 1}) == Whole(3, None)
     found = read(
@@ -90,12 +89,12 @@ def test_dataclasses_are_read_by_their_types() -> None:
         *({"step": 3, "parts": [{"name": "a", "sizes": {"x": None}}]}, {"step": 3, "seconds": {"data": "1"}}),
     ],
 )
-def test_what_is_none_of_a_dataclass_is_refused(wrong: object) -> None:
+def test_what_is_none_of_a_dataclass_is_refused(wrong):
     with pytest.raises(ValueError):
         maker(Whole)(wrong)
 
 
-def test_a_field_may_be_read_in_a_way_of_its_own() -> None:
+def test_a_field_may_be_read_in_a_way_of_its_own():
     read = maker(Whole, step=sound(is_time))
     assert read({"step": 1.5}) == Whole(1.5, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError):

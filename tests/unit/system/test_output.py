@@ -1,7 +1,5 @@
 """Output that a full disk or a paused terminal does not take."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -18,7 +16,7 @@ say("full again")
 """
 
 
-def test_what_a_full_disk_does_not_take_is_dropped_and_ends_nothing() -> None:
+def test_what_a_full_disk_does_not_take_is_dropped_and_ends_nothing():
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
             [sys.executable, "-c", LOUD], stdout=subprocess.PIPE, stderr=full, text=True, timeout=60, check=False
@@ -41,7 +39,7 @@ print(say("nobody sees it", most_s=0.0))
 """
 
 
-def test_a_terminal_that_shows_nothing_does_not_hold_up_who_has_others_to_watch() -> None:
+def test_a_terminal_that_shows_nothing_does_not_hold_up_who_has_others_to_watch():
     reader, writer = os.pipe()  # as of a pager that is not read on
     done = subprocess.run(
         [sys.executable, "-c", PAUSED], stdout=subprocess.PIPE, stderr=writer, text=True, timeout=60, check=True

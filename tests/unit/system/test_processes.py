@@ -1,7 +1,5 @@
 """Who is alive, who dies with whom, who was killed for memory; with real processes."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
@@ -93,7 +91,7 @@ def test_orphans_in_sessions_of_their_own_are_found_and_ended():
 @pytest.mark.parametrize(
     "report", ["=====================\n=   BAD TERMINATION", "---------------\nA daemon failed to report back after"]
 )
-def test_output_passes_through_but_for_the_launchers_own_report(report: str, tmp_path: Path) -> None:
+def test_output_passes_through_but_for_the_launchers_own_report(report, tmp_path):
     read, write = os.pipe()
     target = os.open(tmp_path / "out", os.O_CREAT | os.O_WRONLY)
     with os.fdopen(read, "rb") as source:
@@ -109,7 +107,7 @@ def test_output_passes_through_but_for_the_launchers_own_report(report: str, tmp
     assert report in passing.text
 
 
-def test_the_session_folder_of_mpirun_is_private_and_goes_with_it(tmp_path: Path) -> None:
+def test_the_session_folder_of_mpirun_is_private_and_goes_with_it(tmp_path):
     with processes.own_session({"TMPDIR": str(tmp_path), "A": "b"}) as environment:
         (folder,) = tmp_path.iterdir()
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -119,14 +117,14 @@ def test_the_session_folder_of_mpirun_is_private_and_goes_with_it(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", processes.SESSION_BASES)
-def test_a_session_folder_that_the_user_names_is_used(tmp_path: Path, name: str) -> None:
+def test_a_session_folder_that_the_user_names_is_used(tmp_path, name):
     """Open MPI refuses to be told two."""
     given = {"TMPDIR": str(tmp_path), name: "/scratch"}
     with processes.own_session(given) as environment:
         assert environment == given and not list(tmp_path.iterdir())
 
 
-def test_a_name_that_the_kernel_cuts_in_mid_character_hides_no_process(tmp_path: Path) -> None:
+def test_a_name_that_the_kernel_cuts_in_mid_character_hides_no_process(tmp_path):
     program = tmp_path / ("ä" * 8)  # the kernel keeps 15 bytes
     program.symlink_to("/bin/sleep")
     with subprocess.Popen([str(program), "60"]) as child:
@@ -138,7 +136,7 @@ def test_a_name_that_the_kernel_cuts_in_mid_character_hides_no_process(tmp_path:
             child.kill()
 
 
-def test_folders_of_killed_processes_go_and_those_of_others_stay(tmp_path: Path) -> None:
+def test_folders_of_killed_processes_go_and_those_of_others_stay(tmp_path):
     program = "from hpctrain.system import processes as p\nwith p.own_folder('.'): p.os.kill(p.os.getpid(), 9)"
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=False)
     [dead] = tmp_path.iterdir()
@@ -153,7 +151,7 @@ def test_folders_of_killed_processes_go_and_those_of_others_stay(tmp_path: Path)
         raise OSError("of the body")
 
 
-def test_folders_on_a_file_system_that_hosts_share_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_on_a_file_system_that_hosts_share_stay(tmp_path, monkeypatch):
     """NFS has no locks of folders, and Lustre may have them on each host for itself (localflock)."""
     with processes.own_folder(str(tmp_path)) as first, monkeypatch.context() as nfs:
         nfs.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(errno.EBADF, "not open for writing")))
@@ -171,9 +169,7 @@ def test_folders_on_a_file_system_that_hosts_share_stay(tmp_path: Path, monkeypa
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfds")
 @pytest.mark.parametrize(("words", "code"), [(["sleep", "600"], -signal.SIGKILL), (["sh", "-c", "exit 14"], 14)])
-def test_how_a_process_ended_is_known_to_others_than_its_parent(
-    monkeypatch: pytest.MonkeyPatch, words: list[str], code: int
-) -> None:
+def test_how_a_process_ended_is_known_to_others_than_its_parent(monkeypatch, words, code):
     child = subprocess.Popen(words)
     life = os.pidfd_open(child.pid)
     if code < 0:

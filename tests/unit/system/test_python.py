@@ -1,7 +1,5 @@
 """How our processes end."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -13,7 +11,7 @@ LEAVE = "from hpctrain.system import python; python.THREAD_GRACE_S = 0.1; python
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("code", "sleeps"), [(70, 600), (0, 0.3), (75, 0.3)])
-def test_a_failed_process_does_not_wait_for_threads_that_the_task_has_left(code: int, sleeps: float) -> None:
+def test_a_failed_process_does_not_wait_for_threads_that_the_task_has_left(code, sleeps):
     program = THREAD.format(sleeps) + LEAVE.format(code)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (code, "said\n")

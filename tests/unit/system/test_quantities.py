@@ -1,7 +1,5 @@
 """Bytes and seconds for people."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -29,7 +27,7 @@ UNIT_S = {"ms": 1e-3, "s": 1, "min": 60, "h": 3600, "d": 86400}
         (50 * 3600 + 60, "2 d 02 h"),
     ],
 )
-def test_durations_read_well(seconds: float, text: str) -> None:
+def test_durations_read_well(seconds, text):
     assert duration(seconds) == text
 
 
@@ -44,17 +42,17 @@ def test_durations_read_well(seconds: float, text: str) -> None:
         (2**54, "16384.0 TiB"),
     ],
 )
-def test_sizes_read_well(num_bytes: float, text: str) -> None:
+def test_sizes_read_well(num_bytes, text):
     assert size(num_bytes) == text
 
 
 @given(st.floats(1e-3, 1e7))
-def test_a_duration_says_how_long_it_was(seconds: float) -> None:
+def test_a_duration_says_how_long_it_was(seconds):
     parts = re.findall(r"([\d.]+) (\w+)", duration(seconds))
     assert sum(float(number) * UNIT_S[unit] for number, unit in parts) == pytest.approx(seconds, rel=0.06)
 
 
-def test_the_end_of_a_name_is_its_unit() -> None:
+def test_the_end_of_a_name_is_its_unit():
     told = {
         "bytes": "2.0 KiB",
         "seconds": "34 min 08 s",
@@ -71,6 +69,6 @@ def test_the_end_of_a_name_is_its_unit() -> None:
 @pytest.mark.parametrize(
     ("value", "text"), [(None, "nan"), (0.123456, "0.1235"), (15727.4, "15,727"), (9999.0, "9999"), (-2e4, "-20,000")]
 )
-def test_numbers_have_four_digits_and_no_powers_of_ten(value: float | None, text: str) -> None:
+def test_numbers_have_four_digits_and_no_powers_of_ten(value, text):
     """``status`` said 1.573e+04 samples/s, where ``watch`` said 15,727."""
     assert number(value) == text

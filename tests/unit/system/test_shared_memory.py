@@ -1,7 +1,5 @@
 """Arrays in memory that two processes share by its descriptor; here two objects stand for them."""
 
-from __future__ import annotations
-
 import json
 import os
 
@@ -12,7 +10,7 @@ from hpctrain.system.shared_memory import ALIGNMENT, AnonymousMemory
 
 
 @pytest.mark.parametrize("named_by_kernel", [True, False])
-def test_what_one_puts_the_other_sees(named_by_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_one_puts_the_other_sees(named_by_kernel, monkeypatch):
     if not named_by_kernel:
         monkeypatch.delattr(os, "memfd_create")
     ours = AnonymousMemory.create()
@@ -30,7 +28,7 @@ def test_what_one_puts_the_other_sees(named_by_kernel: bool, monkeypatch: pytest
     theirs.close()
 
 
-def test_nothing_takes_no_room() -> None:
+def test_nothing_takes_no_room():
     memory = AnonymousMemory.create()
     assert memory.views(memory.put({})) == {}
     memory.close()

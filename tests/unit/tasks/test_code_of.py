@@ -1,13 +1,9 @@
 """A resumed run can say that its task's file has changed."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from hpctrain.tasks.load_task import code_of
 
 
-def test_the_code_of_a_task_is_that_of_its_file(tmp_path: Path) -> None:
+def test_the_code_of_a_task_is_that_of_its_file(tmp_path):
     file = tmp_path / "task.py"
     file.write_text('loss = "mse"\n')
     before = code_of(f"{file}:task")

@@ -1,10 +1,7 @@
 """Tasks that cannot be had."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +11,7 @@ from hpctrain.tasks.load_task import load_task
 
 
 @pytest.mark.parametrize("reference", ["broken_task:task", "broken_task.py:task"])
-def test_a_task_with_a_syntax_error(reference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_with_a_syntax_error(reference, tmp_path, monkeypatch):
     (tmp_path / "broken_task.py").write_text("def task(:\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -24,7 +21,7 @@ def test_a_task_with_a_syntax_error(reference: str, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("signature", ["lr: float", "lr=0.1", "lr: 'float' = 0.1", "lr: float = 1"])
-def test_an_argument_of_the_wrong_type_is_named_if_the_task_fails(signature: str, tmp_path: Path) -> None:
+def test_an_argument_of_the_wrong_type_is_named_if_the_task_fails(signature, tmp_path):
     """It was an exception of the task, which the run tried twice."""
     path = tmp_path / "typed_task.py"
     path.write_text(f"def task({signature}, name=None):\n    return lr * 0.5\n")
@@ -54,7 +51,7 @@ load_task("late.py:task", {}, alone(), lambda: None)
 
 
 @pytest.mark.slow
-def test_a_framework_that_comes_too_late_to_be_seeded(tmp_path: Path) -> None:
+def test_a_framework_that_comes_too_late_to_be_seeded(tmp_path):
     (tmp_path / "late.py").write_text(LATE)
     loaded = subprocess.run([sys.executable, "-c", LOAD], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert "imports torch inside the function, too late to be seeded" in loaded.stderr
@@ -62,7 +59,7 @@ def test_a_framework_that_comes_too_late_to_be_seeded(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", LOAD], cwd=tmp_path, check=True, timeout=60)
 
 
-def test_a_task_by_module_finds_files_beside_it_when_it_runs(tmp_path: Path) -> None:
+def test_a_task_by_module_finds_files_beside_it_when_it_runs(tmp_path):
     (tmp_path / "late.py").write_text("def task():\n    import beside_the_task\n")
     (tmp_path / "beside_the_task.py").touch()
     words = [sys.executable, "-c", LOAD.replace("late.py:task", "late:task")]

@@ -37,7 +37,7 @@ class Network(nn.Module):
             self.lm_head.weight = self.model.embed.weight
 
 
-def test_styles_have_counterparts() -> None:
+def test_styles_have_counterparts():
     cuts = {"model.layers.*.up": columns, "model.layers.*.down": rows}
     assert cuts_of(Network()) == cuts | {"lm_head": columns(gathers=True)}
     assert cuts_of(Network(model__embed="embedding_rowwise"))["model.embed"] == vocabulary
@@ -65,7 +65,7 @@ class Forwarding(nn.Module):
         return super().__getattr__(name) if name == "inner" else getattr(self.inner, name)
 
 
-def test_adapters_are_split_with_their_layers() -> None:
+def test_adapters_are_split_with_their_layers():
     model = Network()
     layer = model.model.layers[0]
     layer["up"], layer["down"] = Adapted(layer["up"]), Adapted(layer["down"])
@@ -79,7 +79,7 @@ def test_adapters_are_split_with_their_layers() -> None:
     }
 
 
-def test_models_without_a_plan_or_with_an_unknown_style_say_nothing() -> None:
+def test_models_without_a_plan_or_with_an_unknown_style_say_nothing():
     assert cuts_of(nn.Linear(2, 2)) == {}
     assert cuts_of({"a": nn.Linear(2, 2)}) == {}
     assert cuts_of(Network(lm_head="replicated_with_grad_allreduce")) == {}

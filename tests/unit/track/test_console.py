@@ -35,7 +35,7 @@ def test_a_batch_log_gets_plain_lines():
     assert "\x1b" not in stream.getvalue()
 
 
-def test_the_learning_rate_itself_is_shown_where_it_is_known() -> None:
+def test_the_learning_rate_itself_is_shown_where_it_is_known():
     known = dataclasses.replace(train(8), lr=0.5, learning_rate=1.5e-4)
     assert describe(known) == "step 8/8  loss 0.5  lr 0.00015  123.4 samples/s"
 
@@ -99,7 +99,7 @@ def test_a_name_that_the_encoding_lacks_does_not_silence_the_log():
     assert raw.getvalue().endswith(b"step 2  validation: loss 0.25\n")
 
 
-def test_events_are_records_of_logging(caplog: pytest.LogCaptureFixture) -> None:
+def test_events_are_records_of_logging(caplog):
     sink = LoggingSink()
     with caplog.at_level("DEBUG", "hpctrain"):
         for event in (

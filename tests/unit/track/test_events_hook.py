@@ -42,7 +42,7 @@ class Recorder:
         pass
 
 
-def test_sinks_get_the_event_that_is_in_the_file(tmp_path: Path) -> None:
+def test_sinks_get_the_event_that_is_in_the_file(tmp_path):
     path, sink = tmp_path / "events.jsonl", Recorder()
     state = SimpleNamespace(step=4, epoch=1)
     trainer: Any = SimpleNamespace(world=SimpleNamespace(rank=0), state=state, evaluation=Evaluation())
@@ -53,7 +53,7 @@ def test_sinks_get_the_event_that_is_in_the_file(tmp_path: Path) -> None:
     assert isinstance(sink.events[0], Eval) and sink.events[0].metrics == {"accuracy": 0.5}
 
 
-def test_figures_are_left_in_the_run_folder_and_a_metric_that_is_nan_is_told_once(tmp_path: Path) -> None:
+def test_figures_are_left_in_the_run_folder_and_a_metric_that_is_nan_is_told_once(tmp_path):
     said: list[str] = []
     curve = Curve("x", "y", (0.0, 1.0), (0.0, 1.0))
     trainer: Any = SimpleNamespace(
@@ -79,7 +79,7 @@ def events() -> list[Event]:
 
 
 @pytest.mark.slow
-def test_a_full_disk_costs_the_scalars_and_not_the_run(tmp_path: Path) -> None:
+def test_a_full_disk_costs_the_scalars_and_not_the_run(tmp_path):
     if importlib.util.find_spec("tensorboardX") is None:  # importing it would change the environment
         pytest.skip("tensorboardX is not installed")
     code = """
@@ -101,7 +101,7 @@ print("on")
     assert done.stdout == "on\n"
 
 
-def test_a_sink_that_cannot_be_closed_does_not_end_the_run(tmp_path: Path) -> None:
+def test_a_sink_that_cannot_be_closed_does_not_end_the_run(tmp_path):
     sinks = [Recorder(), Recorder()]
     closed = []
     sinks[0].close = lambda: os.close(-1)  # type: ignore[method-assign]
@@ -110,7 +110,7 @@ def test_a_sink_that_cannot_be_closed_does_not_end_the_run(tmp_path: Path) -> No
     assert closed
 
 
-def test_after_a_second_ctrl_c_a_sink_is_waited_for_briefly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_second_ctrl_c_a_sink_is_waited_for_briefly(tmp_path, monkeypatch):
     monkeypatch.setattr(events_hook, "HASTE_S", 0.01)
     sink, answer, closed = Recorder(), threading.Event(), threading.Event()
     sink.close = lambda: answer.wait(PATIENCE_S) and closed.set()  # type: ignore[assignment,method-assign]
@@ -122,7 +122,7 @@ def test_after_a_second_ctrl_c_a_sink_is_waited_for_briefly(tmp_path: Path, monk
     assert closed.wait(PATIENCE_S) and not StopSignals([signal.SIGINT, signal.SIGTERM]).insisted
 
 
-def test_prometheus_gets_names_that_every_exporter_reads(tmp_path: Path) -> None:
+def test_prometheus_gets_names_that_every_exporter_reads(tmp_path):
     pytest.importorskip("prometheus_client")
     from hpctrain.track.prometheus import PrometheusSink
 
@@ -168,7 +168,7 @@ def tracked(folder: Path) -> RunDir:
     return RunDir(folder)
 
 
-def test_mlflow_gets_names_that_it_takes(tmp_path: Path) -> None:
+def test_mlflow_gets_names_that_it_takes(tmp_path):
     pytest.importorskip("mlflow")
     client = Mlflow()
     follower = MlflowFollower(tracked(tmp_path), client, "uri", "hpctrain")
@@ -176,7 +176,7 @@ def test_mlflow_gets_names_that_it_takes(tmp_path: Path) -> None:
     assert {"task_args.a_b", "validation/acc_5", "validation/loss"} <= client.names
 
 
-def test_a_server_that_fails_while_a_run_is_opened_gets_one_run(tmp_path: Path) -> None:
+def test_a_server_that_fails_while_a_run_is_opened_gets_one_run(tmp_path):
     pytest.importorskip("mlflow")
     client = Mlflow(fails=3)
     for _ in range(4):
@@ -185,8 +185,8 @@ def test_a_server_that_fails_while_a_run_is_opened_gets_one_run(tmp_path: Path) 
     assert {"name", "validation/loss"} <= client.names
 
 
-def test_a_store_that_is_not_there_keeps_the_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def make(*words: Any) -> None:
+def test_a_store_that_is_not_there_keeps_the_position(tmp_path, monkeypatch):
+    def make(*words):
         raise OSError("database is locked")
 
     (tmp_path / "mlflow.json").write_text('{"uri": "uri", "run_id": "abc", "offset": 12, "problem": null}')

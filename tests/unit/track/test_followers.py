@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from hpctrain.run.event_log import EventWriter
 from hpctrain.run.events import Train
@@ -38,7 +35,7 @@ class Library:
             raise ConnectionError("the server is away")
 
 
-def test_what_wandb_has_not_confirmed_is_sent_again(tmp_path: Path) -> None:
+def test_what_wandb_has_not_confirmed_is_sent_again(tmp_path):
     writer = EventWriter(RunDir(tmp_path).events, print)
     for step in (1, 2, 3):
         writer.append(Train(step=step, loss=0.5))
@@ -53,12 +50,12 @@ def test_what_wandb_has_not_confirmed_is_sent_again(tmp_path: Path) -> None:
     assert not library.logged
 
 
-def test_the_environment_of_ranks_is_not_told() -> None:
+def test_the_environment_of_ranks_is_not_told():
     config = {"name": "digits", "launch": {"nodes": 2, "env": {"TOKEN": "secret"}}}
     assert shown(config) == {"name": "digits", "launch": {"nodes": 2}}
 
 
-def test_trackers_end_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackers_end_side_by_side(tmp_path, monkeypatch):
     """Each ends once the other one has been told that the run is over."""
     for name in ("one", "other"):
         os.mkfifo(tmp_path / name)

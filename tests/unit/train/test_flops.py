@@ -49,11 +49,11 @@ def found(told: Told) -> Flops | None:
         ([(0, 0, Flops(6, 2, 8)), (0, 0, Flops(6, 4))], Flops(6, 3)),
     ],
 )
-def test_all_parts_of_a_model_count_alike_and_none_may_be_unknown(told: Told, wanted: Flops | None) -> None:
+def test_all_parts_of_a_model_count_alike_and_none_may_be_unknown(told, wanted):
     assert found(told) == wanted
 
 
-def test_utilisation_is_of_the_data_sheets_peak_if_there_is_one() -> None:
+def test_utilisation_is_of_the_data_sheets_peak_if_there_is_one():
     assert Flops(6.0, 60.0).utilisation(5.0) == 0.5
     assert Flops(6.0, 60.0, 100.0).utilisation(5.0) == 0.3
 
@@ -78,5 +78,5 @@ def test_utilisation_is_of_the_data_sheets_peak_if_there_is_one() -> None:
         ("NVIDIA A100-SXM4-80GB", "", 0.0),
     ],
 )
-def test_peaks_of_data_sheets_are_found_by_name_and_type(name: str, kind: str, tflops: float) -> None:
+def test_peaks_of_data_sheets_are_found_by_name_and_type(name, kind, tflops):
     assert sheet_per_s(name, kind) == pytest.approx(1e12 * tflops)

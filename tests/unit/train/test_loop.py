@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -123,7 +122,7 @@ def make(config: TrainConfig, hooks: Sequence[Hook], state: TrainState | None = 
     )
 
 
-def test_an_epoch_sees_every_sample_once_and_evaluates_at_its_end() -> None:
+def test_an_epoch_sees_every_sample_once_and_evaluates_at_its_end():
     recorder = Recorder()
     trainer = make(TrainConfig(epochs=2, global_batch=4), [recorder])
     summary = trainer.fit()
@@ -136,26 +135,26 @@ def test_an_epoch_sees_every_sample_once_and_evaluates_at_its_end() -> None:
     assert trainer.state == TrainState(step=6, epoch=2, batch=0, samples=20)
 
 
-def test_it_learns() -> None:
+def test_it_learns():
     trainer = make(TrainConfig(steps=1000, global_batch=5), [])
     trainer.fit()
     assert trainer.framework.weights == pytest.approx([1, -2, 3], abs=1e-6)  # type: ignore[attr-defined]
 
 
-def test_evaluations_by_steps_and_always_at_the_end() -> None:
+def test_evaluations_by_steps_and_always_at_the_end():
     recorder = Recorder()
     make(TrainConfig(steps=7, global_batch=4, eval_every_epochs=None, eval_every_steps=3), [recorder]).fit()
     assert [step for step, _ in recorder.evaluations] == [3, 6, 7]
 
 
-def test_a_hook_stops_the_run_and_all_hooks_hear_of_it() -> None:
+def test_a_hook_stops_the_run_and_all_hooks_hear_of_it():
     first, second = Recorder(stop_at=2), Recorder()
     trainer = make(TrainConfig(epochs=2, global_batch=4), [first, second])
     assert trainer.fit().reason is StopReason.REQUESTED
     assert second.calls == ["before", "step 1", "step 2", "stop_requested"]
 
 
-def test_a_stop_at_the_very_last_step_comes_too_late() -> None:
+def test_a_stop_at_the_very_last_step_comes_too_late():
     """The run is complete, and a job that ended with 75 would be started again for nothing."""
     recorder = Recorder(stop_at=3)
     trainer = make(TrainConfig(steps=3, global_batch=4), [recorder])
@@ -164,7 +163,7 @@ def test_a_stop_at_the_very_last_step_comes_too_late() -> None:
     assert trainer.is_asked_to_stop  # hooks that wait for a store at the end wait briefly
 
 
-def test_going_on_from_a_state_ends_where_the_whole_run_ends() -> None:
+def test_going_on_from_a_state_ends_where_the_whole_run_ends():
     config = TrainConfig(epochs=2, global_batch=4, accumulate=2)
     whole = make(config, [])
     whole.fit()
@@ -179,13 +178,13 @@ def test_going_on_from_a_state_ends_where_the_whole_run_ends() -> None:
     assert part.framework.seen + rest.framework.seen == whole.framework.seen  # type: ignore[attr-defined]
 
 
-def test_a_finished_state_trains_no_further() -> None:
+def test_a_finished_state_trains_no_further():
     trainer = make(TrainConfig(steps=3, global_batch=4), [Recorder()], TrainState(step=3, batch=0, epoch=1))
     assert trainer.fit().step == 3
     assert trainer.framework.seen == []  # type: ignore[attr-defined]
 
 
-def test_a_loss_that_is_not_finite_names_step_rank_and_samples() -> None:
+def test_a_loss_that_is_not_finite_names_step_rank_and_samples():
     data = arrays()
     data["y"][7] = np.nan
     with pytest.raises(NoRequeue) as caught:
@@ -225,7 +224,7 @@ class Spoiling(LeastSquares):
         (2, "the gradient", r"the gradient is not finite at step 3, epoch 0, batch 2, though the loss is"),
     ],
 )
-def test_samples_are_not_blamed_for_a_gradient(after: int, what: str, said: str) -> None:
+def test_samples_are_not_blamed_for_a_gradient(after, what, said):
     trainer = make(TrainConfig(epochs=1, global_batch=2), [])
     trainer.framework = Spoiling(after, what)  # type: ignore[assignment]
     if not after:
@@ -235,18 +234,18 @@ def test_samples_are_not_blamed_for_a_gradient(after: int, what: str, said: str)
     assert "samples" not in str(caught.value)
 
 
-def test_early_stop_after_patience_evaluations_without_improvement() -> None:
+def test_early_stop_after_patience_evaluations_without_improvement():
     stop = EarlyStop(EarlyStopConfig(metric="loss", patience=2, min_delta=1e9))
     trainer = make(TrainConfig(epochs=50, global_batch=4), [stop])
     assert trainer.fit().reason is StopReason.EARLY
     assert trainer.state.epoch == 3, "the first evaluation is the best; two more do not improve on it"
 
 
-def test_a_run_that_stopped_early_stays_ended_until_it_is_given_more_patience() -> None:
+def test_a_run_that_stopped_early_stays_ended_until_it_is_given_more_patience():
     config = TrainConfig(epochs=50, global_batch=4)
     saved = {"metric": "loss", "mode": "min", "best": 1.0, "evaluations_since_best": 2}
 
-    def resumed(patience: int, **watched: str) -> Trainer:
+    def resumed(patience, **watched):
         stop = EarlyStop(EarlyStopConfig(**{"metric": "loss", **watched}, patience=patience, min_delta=1e9))
         stop.load_state_dict(saved)
         return make(config, [stop], TrainState(step=9, epoch=3))
@@ -257,8 +256,8 @@ def test_a_run_that_stopped_early_stays_ended_until_it_is_given_more_patience() 
     assert (other.fit().reason, other.state.step) == (StopReason.EARLY, 18), "the count of another rule is not taken"
 
 
-def test_a_plateau_lowers_the_rate_after_patience_and_counts_again_after_the_cooldown() -> None:
-    def follow(plateau: Plateau, losses: Sequence[float]) -> list[float]:
+def test_a_plateau_lowers_the_rate_after_patience_and_counts_again_after_the_cooldown():
+    def follow(plateau, losses):
         trainer, found = make(TrainConfig(epochs=1, global_batch=4), [plateau]), []
         for loss in losses:
             assert plateau.after_eval(trainer, {"loss": loss}) is None
@@ -275,22 +274,22 @@ def test_a_plateau_lowers_the_rate_after_patience_and_counts_again_after_the_coo
 
 
 @pytest.mark.parametrize(("mode", "better", "worse"), [("min", 0.5, 1.5), ("max", 1.5, 0.5)])
-def test_lower_values_improve_in_mode_min_and_higher_ones_in_mode_max(mode: str, better: float, worse: float) -> None:
+def test_lower_values_improve_in_mode_min_and_higher_ones_in_mode_max(mode, better, worse):
     config = EarlyStopConfig(metric="x", mode=mode, min_delta=0.25)  # type: ignore[arg-type]
     assert improves(better, 1.0, config) and not improves(worse, 1.0, config)
     assert not improves((1 + better) / 2, 1.0, config), "it has to be more than min_delta"
     assert improves(worse, None, config) and not improves(np.nan, None, config)
 
 
-def test_hooks_may_be_saved_once_all_of_them_have_seen_the_step() -> None:
+def test_hooks_may_be_saved_once_all_of_them_have_seen_the_step():
     class Order(BaseHook):
-        def after_step(self, training: Any, result: Any) -> None:
+        def after_step(self, training, result):
             calls.append("after")
 
-        def after_epoch(self, training: Any) -> None:
+        def after_epoch(self, training):
             calls.append(f"epoch {training.state.epoch}")
 
-        def after_hooks(self, training: Any) -> None:
+        def after_hooks(self, training):
             calls.append("end")
 
     calls: list[str] = []
@@ -305,9 +304,9 @@ def test_hooks_may_be_saved_once_all_of_them_have_seen_the_step() -> None:
     assert calls == expected
 
 
-def test_an_epoch_may_end_the_run() -> None:
+def test_an_epoch_may_end_the_run():
     class OneEpoch(BaseHook):
-        def after_epoch(self, training: Any) -> StopReason:
+        def after_epoch(self, training):
             return StopReason.EARLY
 
     trainer = make(TrainConfig(epochs=3, global_batch=4), [OneEpoch()])
@@ -315,25 +314,25 @@ def test_an_epoch_may_end_the_run() -> None:
     assert (trainer.state.epoch, trainer.state.batch) == (1, 0)
 
 
-def test_early_stop_on_a_metric_that_is_not_there() -> None:
+def test_early_stop_on_a_metric_that_is_not_there():
     with pytest.raises(UserError, match="accuracy"):
         make(TrainConfig(epochs=1, global_batch=4), [EarlyStop(EarlyStopConfig(metric="accuracy"))]).fit()
 
 
-def test_a_global_batch_smaller_than_the_ranks_is_refused() -> None:
+def test_a_global_batch_smaller_than_the_ranks_is_refused():
     with pytest.raises(UserError, match="4 ranks"):
         global_batch(TrainConfig(epochs=1, global_batch=3), 4)
     assert global_batch(TrainConfig(epochs=1, batch_per_rank=3), 4) == 12
 
 
-def test_ranks_that_share_out_models_are_told_as_groups() -> None:
+def test_ranks_that_share_out_models_are_told_as_groups():
     """Eight ranks in groups of two need four samples, and six of them could share out three."""
     with pytest.raises(UserError, match="4 groups of 2 ranks") as caught:
         global_batch(TrainConfig(epochs=1, global_batch=3), 4, 2)
     assert "set train.global_batch to 4" in caught.value.fix and "at most 6 ranks" in caught.value.fix
 
 
-def test_the_interval_clock_gives_each_phase_its_time_once() -> None:
+def test_the_interval_clock_gives_each_phase_its_time_once():
     clock = IntervalClock()
     for phase in (Phase.DATA, Phase.FORWARD, Phase.DATA):
         clock.mark(phase)
@@ -342,7 +341,7 @@ def test_the_interval_clock_gives_each_phase_its_time_once() -> None:
     assert sum(clock.take().values()) == 0
 
 
-def test_tokens_are_a_ranks_work_and_are_reported_per_second(tmp_path: Path) -> None:
+def test_tokens_are_a_ranks_work_and_are_reported_per_second(tmp_path):
     clock = IntervalClock()
     works: list[float] = []
     clock.end_step = works.append  # type: ignore[assignment,method-assign]

@@ -51,7 +51,7 @@ class Longest:
         return {"value": state["largest"], "pair": [1, 2]}
 
 
-def test_a_metric_of_ones_own_needs_four_functions() -> None:
+def test_a_metric_of_ones_own_needs_four_functions():
     assert isinstance(Longest(), Metric)
     assert flattened("own", over_ranks(Longest(), [3], np.arange(5.0), np.zeros(5))).metrics == {
         "own/value": 4,
@@ -73,7 +73,7 @@ def test_a_metric_of_ones_own_needs_four_functions() -> None:
         (Matrix(("a", "b"), ((1, 2),)), "do not fit each other"),
     ],
 )
-def test_results_are_numbers_or_figures(result: Any, said: str | None) -> None:
+def test_results_are_numbers_or_figures(result, said):
     if said is None:
         assert flattened("auc", result).metrics == {"auc": 0.9}
         return
@@ -81,11 +81,11 @@ def test_results_are_numbers_or_figures(result: Any, said: str | None) -> None:
         flattened("auc", result)
 
 
-def test_a_square_of_counts_is_a_matrix() -> None:
+def test_a_square_of_counts_is_a_matrix():
     assert flattened("confusion", np.eye(2)).figures == {"confusion": Matrix(("0", "1"), ((1, 0), (0, 1)))}
 
 
-def test_figures_come_back_and_damaged_ones_are_left_out(tmp_path: Any) -> None:
+def test_figures_come_back_and_damaged_ones_are_left_out(tmp_path):
     path = tmp_path / "figures.json"
     assert read_figures(path) is None
     found = Figures(7, {"roc": Curve("a", "b", (0.0, 1.0), (0.0, 1.0)), "dev/m": Matrix(("0",), ((3,),))})

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from hpctrain.train.state import ArrayTensor, Placement
 from hpctrain.train.stateful import make_equal
-from tests.support.thread_groups import ThreadGroup, in_threads
+from tests.support.thread_groups import in_threads
 
 
 class Source:
@@ -38,8 +38,8 @@ class Source:
         self.arrays |= arrays
 
 
-def test_the_mean_of_numbers_and_the_count_of_the_first_rank() -> None:
-    def work(group: ThreadGroup) -> dict[str, Any]:
+def test_the_mean_of_numbers_and_the_count_of_the_first_rank():
+    def work(group):
         source = Source(group.rank)
         make_equal(source, group)  # type: ignore[arg-type]
         return {name: array.tolist() for name, array in source.arrays.items()}

@@ -39,17 +39,17 @@ def described(value: Any) -> str:
 
 
 @given(VALUES)
-def test_values_come_back_with_their_types(value: Any) -> None:
+def test_values_come_back_with_their_types(value):
     assert described(back(value)) == described(value)
 
 
-def test_leaves_come_back_with_what_was_said_of_them() -> None:
+def test_leaves_come_back_with_what_was_said_of_them():
     array = np.arange(3)
     assert back({"a": [array]})["a"][0][0] == "array" and back([array])[0][1] is array
 
 
 @given(st.lists(st.one_of(st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats()), min_size=1, max_size=5))
-def test_shapes_do_not_depend_on_numbers(numbers: list[Any]) -> None:
+def test_shapes_do_not_depend_on_numbers(numbers):
     others = [type(number)(1) for number in numbers]
     shapes = [
         {name: array.shape for name, array in take_apart({"x": values}, kind, "it").arrays().items()}
@@ -59,12 +59,12 @@ def test_shapes_do_not_depend_on_numbers(numbers: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("number", [2**63, 2**200, -(2**64), 2**256 - 1])
-def test_the_shape_does_not_depend_on_a_generators_words(number: int) -> None:
+def test_the_shape_does_not_depend_on_a_generators_words(number):
     assert len(take_apart(number, kind, "it").arrays()["structure"]) == len('["big","+"]') + 64
 
 
 @pytest.mark.parametrize("value", [object(), {1.5: 2}, {(1,): 2}, {1, 2}, 2**256, 1j, b"x"])
-def test_what_cannot_be_saved_is_named_with_its_place(value: Any) -> None:
+def test_what_cannot_be_saved_is_named_with_its_place(value):
     with pytest.raises(UserError, match=r"it, a, 1 is an? \w+, which cannot be saved"):
         take_apart({"a": (0, value)}, kind, "it")
 
@@ -72,7 +72,7 @@ def test_what_cannot_be_saved_is_named_with_its_place(value: Any) -> None:
 @pytest.mark.parametrize(
     "text", ["", "{}", "[1]", '["list",[["int",null]]]', '["leaf",["0"]]', '["dict",[[[],["int",0]]]]']
 )
-def test_a_forged_structure_is_refused(text: str) -> None:
+def test_a_forged_structure_is_refused(text):
     arrays = {"structure": np.frombuffer(text.encode(), np.uint8)}
     with pytest.raises(UserError, match="what was saved of it cannot be restored"):
         put_together(arrays, lambda number, what: None, "it")

@@ -35,8 +35,8 @@ class Sharing(Group):
 
 
 @pytest.mark.parametrize("counts", [(2, 2), (3, 1, 0), (0, 2), (0, 0)])
-def test_all_make_as_many_passes_as_the_one_with_most(counts: tuple[int, ...]) -> None:
-    def passes(group: Group) -> list[tuple[list[int], bool]]:
+def test_all_make_as_many_passes_as_the_one_with_most(counts):
+    def passes(group):
         batches = [{"id": np.array([group.rank, number])} for number in range(counts[group.rank])]
         found = [(batch["id"].tolist(), is_own) for batch, is_own in even_batches(batches, Sharing(group))]
         known, fewest = even_passes(batches, Sharing(group))
@@ -52,7 +52,7 @@ def test_all_make_as_many_passes_as_the_one_with_most(counts: tuple[int, ...]) -
         ]
 
 
-def test_without_a_meeting_each_makes_its_own() -> None:
+def test_without_a_meeting_each_makes_its_own():
     batches = [{"id": np.zeros(1)}] * 3
     assert [is_own for _, is_own in even_batches(batches, None)] == [True] * 3
     assert even_passes(batches, None) == ([(batch, True) for batch in batches], 3)

@@ -34,7 +34,7 @@ def trainer(step: int, hashes: list[str], shared: str = "", tensor: int = 1, pip
     )
 
 
-def test_equal_weights_pass_and_only_every_so_many_steps_are_compared() -> None:
+def test_equal_weights_pass_and_only_every_so_many_steps_are_compared():
     hook = VerifyWeights(every_steps=3)
     seen = []
     for step in range(1, 7):
@@ -44,7 +44,7 @@ def test_equal_weights_pass_and_only_every_so_many_steps_are_compared() -> None:
     assert seen == [(3, ["a", "", ""]), (6, ["a", "", ""])], "without tensor parallelism weights are hashed once"
 
 
-def test_the_first_step_of_an_attempt_is_compared_by_default() -> None:
+def test_the_first_step_of_an_attempt_is_compared_by_default():
     hook, seen = VerifyWeights(None), []
     for step in (8, 9):
         made = trainer(step, ["a", "a"])
@@ -53,7 +53,7 @@ def test_the_first_step_of_an_attempt_is_compared_by_default() -> None:
     assert seen == [8]
 
 
-def test_other_hardware_may_round_otherwise_in_the_first_step_but_not_if_asked_for_equal_bits() -> None:
+def test_other_hardware_may_round_otherwise_in_the_first_step_but_not_if_asked_for_equal_bits():
     VerifyWeights(None).after_step(trainer(1, ["a", "b"], kinds="xy"), None)  # type: ignore[arg-type]
     with pytest.raises(NoRequeue, match="rank 1 differ"):
         VerifyWeights(None).after_step(trainer(1, ["a", "b", "c"], kinds="xxy"), None)  # type: ignore[arg-type]
@@ -61,7 +61,7 @@ def test_other_hardware_may_round_otherwise_in_the_first_step_but_not_if_asked_f
         VerifyWeights(1).after_step(trainer(1, ["a", "b"]), None)  # type: ignore[arg-type]
 
 
-def test_a_rank_that_drifted_is_named() -> None:
+def test_a_rank_that_drifted_is_named():
     with pytest.raises(NoRequeue, match="after step 4 the weights of rank 1, 3 differ from those of rank 0"):
         VerifyWeights(2).after_step(trainer(4, ["a", "b", "a", "c"]), None)  # type: ignore[arg-type]
 
@@ -75,9 +75,7 @@ def test_a_rank_that_drifted_is_named() -> None:
         ("aabb", "ssss", TWO),
     ],
 )
-def test_ranks_that_share_out_a_model_have_equal_parts_and_all_have_what_is_not_cut(
-    hashes: str, shared: str, odd: str
-) -> None:
+def test_ranks_that_share_out_a_model_have_equal_parts_and_all_have_what_is_not_cut(hashes, shared, odd):
     made = trainer(1, list(hashes), shared, tensor=2)
     if not odd:
         assert VerifyWeights(1).after_step(made, None) is None  # type: ignore[arg-type]
@@ -86,7 +84,7 @@ def test_ranks_that_share_out_a_model_have_equal_parts_and_all_have_what_is_not_
         VerifyWeights(1).after_step(made, None)  # type: ignore[arg-type]
 
 
-def test_stages_are_compared_with_themselves() -> None:
+def test_stages_are_compared_with_themselves():
     """Two stages, two data ranks, two tensor ranks."""
     VerifyWeights(1).after_step(trainer(1, list("ababcdcd"), "ssssuuuu", tensor=2, pipeline=2), None)  # type: ignore[arg-type]
     with pytest.raises(NoRequeue, match="the weights of rank 6 differ from those of rank 4"):

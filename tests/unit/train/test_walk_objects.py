@@ -8,10 +8,7 @@ import json
 import logging
 import types
 from collections import deque
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from hpctrain.train.walk_objects import MOST_ITEMS, own_attributes, putting_back, reached
 
@@ -54,7 +51,7 @@ def closing_over(wanted: Any) -> Any:
     return function
 
 
-def test_everything_that_is_held_is_found_by_its_path() -> None:
+def test_everything_that_is_held_is_found_by_its_path():
     plain = Holder(a=Wanted(), b=[Wanted(), {"c": (Wanted(),)}], d=deque([{7: Wanted()}]))
     assert paths(plain) == {"a", "b.0", "b.1.c.0", "d.0.7", "method.SEEN_BY_METHOD"}
     assert paths(plain.method) == paths(plain)
@@ -64,14 +61,14 @@ def test_everything_that_is_held_is_found_by_its_path() -> None:
     assert paths(types.SimpleNamespace(a=Wanted())) == {"a"}
 
 
-def test_each_object_comes_once_also_in_a_circle() -> None:
+def test_each_object_comes_once_also_in_a_circle():
     wanted = Wanted()
     first = Holder(wanted=wanted)
     first.second = Holder(first=first, wanted=wanted)
     assert paths(first) == {"wanted", "method.SEEN_BY_METHOD"}
 
 
-def test_libraries_and_data_are_left_alone() -> None:
+def test_libraries_and_data_are_left_alone():
     decoder = json.JSONDecoder()
     vars(decoder)["wanted"] = Wanted()
     assert paths(Holder(decoder=decoder, logger=logging.getLogger(), module=json, kind=Holder)) == {
@@ -81,7 +78,7 @@ def test_libraries_and_data_are_left_alone() -> None:
     assert paths({index: Wanted() for index in range(MOST_ITEMS + 1)}) == set()
 
 
-def test_an_installed_package_of_the_users_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_package_of_the_users_is_the_users(tmp_path, monkeypatch):
     folder = tmp_path / "site-packages"
     folder.mkdir()
     (folder / "my_losses.py").write_text("class Loss:\n    pass\n\n\ndef around(held):\n    return lambda: held\n")
@@ -93,10 +90,10 @@ def test_an_installed_package_of_the_users_is_the_users(tmp_path: Path, monkeypa
     assert paths(Holder(library=loss)) == {"method.SEEN_BY_METHOD"}
 
 
-def test_numbers_come_wherever_they_are_also_behind_keys_that_are_no_names() -> None:
+def test_numbers_come_wherever_they_are_also_behind_keys_that_are_no_names():
     count = 5
 
-    def function() -> int:
+    def function():
         return count
 
     held = Holder(a=1, b=[1.0, {"c": True}], d={("x", 2): 4}, function=function)
@@ -104,7 +101,7 @@ def test_numbers_come_wherever_they_are_also_behind_keys_that_are_no_names() -> 
     assert found == {"a": 1, "b.0": 1.0, "b.1.c": True, "d.0": 4, "function.count": 5}
 
 
-def test_keys_of_dicts_are_called_by_the_names_of_objects_and_none_is_lost() -> None:
+def test_keys_of_dicts_are_called_by_the_names_of_objects_and_none_is_lost():
     one, other = Wanted(), Wanted()
     names = {id(one): "weight", id(other): "bias"}
     for held in ({one: 1, other: 2}, {id(one): 1, id(other): 2}):
@@ -139,7 +136,7 @@ def counting() -> tuple[Holder, Any]:
     return held, function
 
 
-def test_plain_values_are_put_back_wherever_they_are_and_objects_are_not() -> None:
+def test_plain_values_are_put_back_wherever_they_are_and_objects_are_not():
     held, function = counting()
     before, first = GLOBAL_COUNT, held.kept
     puts = list(
@@ -155,7 +152,7 @@ def test_plain_values_are_put_back_wherever_they_are_and_objects_are_not() -> No
     assert dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))["count"].cell_contents == 0
 
 
-def test_long_lists_and_objects_of_libraries_are_not_put_back() -> None:
+def test_long_lists_and_objects_of_libraries_are_not_put_back():
     decoder, long = json.JSONDecoder(), [0] * (MOST_ITEMS + 1)
     held = Holder(decoder=decoder, long=long)
     puts = list(putting_back(held, lambda value: False, own_attributes, lambda value: isinstance(value, int)))

@@ -117,22 +117,20 @@ def text(shown: View, width: int = 100, height: int = 40) -> str:
         ([], progress(trained(9)), None, None, Word.UNKNOWN, True),
     ],
 )
-def test_how_a_run_stands(
-    attempts: list[Any], events: Progress, life: Life | None, entry: QueueEntry | None, word: Word, is_over: bool
-) -> None:
+def test_how_a_run_stands(attempts, events, life, entry, word, is_over):
     found = run_status.of_run(typed(*attempts), events, life, entry, NOW)
     assert (found.word, found.is_over) == (word, is_over)
     assert found.why or found.word in (Word.NOT_STARTED, Word.RUNNING, Word.STOPPED)
 
 
-def test_the_learning_rate_itself_and_training_metrics_are_lines_of_their_own() -> None:
+def test_the_learning_rate_itself_and_training_metrics_are_lines_of_their_own():
     made = running()
     add(made, {**trained(60, at=NOW), "lr": 0.5, "learning_rate": 1.5e-4, "accuracy": 0.25})
     shown = text(view(progress=made))
     assert "learning rate          0.00015" in shown and "training accuracy         0.25" in shown, shown
 
 
-def test_the_view_of_a_running_run() -> None:
+def test_the_view_of_a_running_run():
     made = view(job=job("RUNNING", left="0:30"), job_age_s=10.0)
     assert (made.step, made.total_steps, made.steps_per_s) == (50, 100, pytest.approx(1.0))
     assert made.end_in_s == pytest.approx(50 - 51, abs=1) and made.limit_in_s == pytest.approx(20.0)
@@ -152,7 +150,7 @@ def test_the_view_of_a_running_run() -> None:
     ]
 
 
-def test_a_suspended_job_is_shown_as_status_shows_it_and_counts_nothing_down() -> None:
+def test_a_suspended_job_is_shown_as_status_shows_it_and_counts_nothing_down():
     made = view(job=job("SUSPENDED", left="0:30"))
     assert made.state == run_status.of_run(typed(attempt()), running(), HERE, job("SUSPENDED"), NOW)
     shown = text(made)
@@ -161,7 +159,7 @@ def test_a_suspended_job_is_shown_as_status_shows_it_and_counts_nothing_down() -
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 60), (40, 12)])
-def test_a_thousand_ranks_fit_the_screen_the_slowest_first(width: int, height: int) -> None:
+def test_a_thousand_ranks_fit_the_screen_the_slowest_first(width, height):
     made = view(live=maker(LiveWindow)(live(1024)), attempts=typed({**attempt(), "ranks": 1024}))
     lines = draw(made, width, height)
     assert len(lines) <= height and max(line.cell_len for line in lines) <= width
@@ -171,18 +169,18 @@ def test_a_thousand_ranks_fit_the_screen_the_slowest_first(width: int, height: i
     assert height < 20 or f"the {len(bars)} slowest of 1024" in "\n".join(line.plain for line in lines)
 
 
-def test_verdicts_stay_on_the_lowest_of_screens() -> None:
+def test_verdicts_stay_on_the_lowest_of_screens():
     made = view(live=maker(LiveWindow)(live(1024)), attempts=typed({**attempt(), "ranks": 1024}))
     foot = [line.plain for line in draw(made, 80, 60)][-1]
     assert [line.plain for line in draw(made, 80, 8)][-1] == foot
 
 
-def test_a_plain_command_runs_without_events() -> None:
+def test_a_plain_command_runs_without_events():
     made = view(progress=Progress(), config={"launch": {"command": ["true"]}})
     assert made.state == run_status.RunState(Word.RUNNING)
 
 
-def test_verdicts_and_failures_are_sentences() -> None:
+def test_verdicts_and_failures_are_sentences():
     slow = "rank 1 on n2 is 24% slower than its peers: reading data, which costs 19% of the time"
     shown = text(view(live=maker(LiveWindow)({**live(2), "verdicts": [slow]})), width=60)
     assert slow.split(":")[0] in shown and "nothing stands out" not in shown
@@ -192,31 +190,31 @@ def test_verdicts_and_failures_are_sentences() -> None:
     assert "█" not in shown.split("time of a step")[1], "the last window is that of another attempt"
 
 
-def test_what_the_monitor_confirmed_stays_when_the_run_has_ended() -> None:
+def test_what_the_monitor_confirmed_stays_when_the_run_has_ended():
     events = running()
     add(events, event("straggler", 40, kind="rank", ranks=[1], state="confirmed", sentence="rank 1 is slow"))
     made = view(progress=events, attempts=typed(attempt(1, 5.0, DONE)), life=None)
     assert made.verdicts == ("rank 1 is slow",)
 
 
-def test_without_anything_the_view_says_so() -> None:
+def test_without_anything_the_view_says_so():
     made = make(RunSnapshot(Path("/runs/wave"), None, {}, (), Progress()), NOW)
     assert text(made) == "wave  not started"
     json.dumps(made.plain())
 
 
-def test_checkpoints_are_known_from_the_attempts_where_events_are_lost() -> None:
+def test_checkpoints_are_known_from_the_attempts_where_events_are_lost():
     made = make(RunSnapshot(Path("x"), None, {}, typed(attempt(1, 5.0, KILLED, to_step=40)), Progress()), NOW)
     assert made.checkpoint is not None and made.checkpoint.step == 40
     assert "checkpoint          step 40" in text(made)
 
 
-def test_text_of_files_cannot_command_the_terminal() -> None:
+def test_text_of_files_cannot_command_the_terminal():
     assert clean("a\x1b[2J\x07\nb") == "a b"
     assert "\x1b" not in text(view(config={"name": "evil\x1b[2J"}))
 
 
-def test_how_ranks_share_out_a_model_stands_at_the_top() -> None:
+def test_how_ranks_share_out_a_model_stands_at_the_top():
     entry = {**attempt(), "ranks": 8, "tensor": 2, "shard": "optimizer"}
     shown = view(attempts=typed(entry))
     assert shown.plan == shown.plain()["plan"] == "tensor 2 x data 4, shard optimizer"
@@ -224,7 +222,7 @@ def test_how_ranks_share_out_a_model_stands_at_the_top() -> None:
     assert view().plan == ""
 
 
-def test_curves() -> None:
+def test_curves():
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
     assert len(sparkline(range(1000), 30)) == 30
     assert sparkline([2.0, 2.0], 8) == "▄▄"
@@ -251,7 +249,7 @@ def everything(folder: Path) -> dict[str, tuple[int, ...]]:
     return {str(path): (path.stat().st_mtime_ns, path.stat().st_ctime_ns, path.stat().st_size) for path in paths}
 
 
-def test_looking_reads_what_is_new_and_writes_nothing(folder: RunDir) -> None:
+def test_looking_reads_what_is_new_and_writes_nothing(folder):
     for path in (folder.path, *folder.path.rglob("*")):
         path.chmod(0o555 if path.is_dir() else 0o444)
     before, source = everything(folder.path), WatchedRun(RunView(folder.path))
@@ -269,7 +267,7 @@ def test_looking_reads_what_is_new_and_writes_nothing(folder: RunDir) -> None:
     folder.path.chmod(0o755)
 
 
-def test_a_run_that_is_being_torn_down_while_it_is_watched(folder: RunDir) -> None:
+def test_a_run_that_is_being_torn_down_while_it_is_watched(folder):
     source = WatchedRun(RunView(folder.path))
     source.look()
     folder.run_json.write_text('{"attempts": [')
@@ -284,7 +282,7 @@ def test_a_run_that_is_being_torn_down_while_it_is_watched(folder: RunDir) -> No
     assert asdict(made)["ranks"]
 
 
-def test_a_run_that_begins_and_ends_while_it_is_watched(tmp_path: Path) -> None:
+def test_a_run_that_begins_and_ends_while_it_is_watched(tmp_path):
     run = RunDir(tmp_path / "run")
     source = WatchedRun(RunView(run.path))
     assert source.look().state.word is Word.NOT_STARTED
@@ -301,7 +299,7 @@ def test_a_run_that_begins_and_ends_while_it_is_watched(tmp_path: Path) -> None:
     assert made.state == run_status.RunState(Word.FAILED, "rank 1 on n2 was killed", is_over=True)
 
 
-def test_a_holder_on_another_machine_is_believed_while_it_gives_signs_of_life(folder: RunDir) -> None:
+def test_a_holder_on_another_machine_is_believed_while_it_gives_signs_of_life(folder):
     holder = json.loads(folder.lock_file.read_text())
     folder.lock_file.write_text(json.dumps({**holder, "machine": "another"}))
     source = WatchedRun(RunView(folder.path))
@@ -311,7 +309,7 @@ def test_a_holder_on_another_machine_is_believed_while_it_gives_signs_of_life(fo
     assert (late.word, late.is_over) == (Word.UNKNOWN, False) and "no sign of life" in late.why
 
 
-def test_recoveries_are_shown_with_where_the_time_went() -> None:
+def test_recoveries_are_shown_with_where_the_time_went():
     lost = event("recovered", 5, at=NOW - 90, seconds=2.0, reason="rank 1 on n1 was killed")
     made = progress(event("run_started", 0, at=NOW - 100), lost, trained(10, at=NOW - 50))
     shown = make(RunSnapshot(Path("/runs/wave"), "id", {}, (), made), NOW)
@@ -322,7 +320,7 @@ def test_recoveries_are_shown_with_where_the_time_went() -> None:
     assert (told["seconds"], shown.plain()["account"]["goodput"]) == (2.0, 0.1)
 
 
-def test_ranks_are_shown_with_their_gpus() -> None:
+def test_ranks_are_shown_with_their_gpus():
     device = {"rank": 1, "peak_bytes": 2.0**36, "busy": 0.98, "watts": 640.4, "mhz": 1980.0, "slowed": ["heat"]}
     lines = text(view(live=maker(LiveWindow)(live(2) | {"devices": [device]}))).splitlines()
     top = next(index for index, line in enumerate(lines) if "busy ms" in line)

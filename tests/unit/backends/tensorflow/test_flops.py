@@ -77,18 +77,18 @@ def counted(model: Any, **train: Any) -> Any:
         (volumes, 4**3 * 4 * 27 * 2 + 4**3 * 4 * 27 * 3),
     ],
 )
-def test_training_takes_three_forward_passes(model: Any, products: int) -> None:
+def test_training_takes_three_forward_passes(model, products):
     found = counted(model).flops
     assert found.per_sample == 3 * 2 * products
     assert 1e8 < found.peak_per_s < 1e14
 
 
 @pytest.mark.parametrize("model", [recurrent, grouped, frozen])
-def test_what_cannot_be_counted_is_left_out(model: Any) -> None:
+def test_what_cannot_be_counted_is_left_out(model):
     assert counted(model).flops is None
 
 
-def test_counting_changes_neither_weights_nor_random_numbers() -> None:
+def test_counting_changes_neither_weights_nor_random_numbers():
     framework = counted(attention)
     fresh = make_framework(alone(), model=attention, loss=loss, metrics={"size": loss})
     found, wanted = ({one.name: one for one in each.state()} for each in (framework, fresh))

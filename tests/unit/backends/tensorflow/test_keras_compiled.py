@@ -63,7 +63,7 @@ def right(target: Any, outputs: Any) -> Any:
     return keras.ops.cast(keras.ops.equal(keras.ops.argmax(outputs, 1), target), "float32")
 
 
-def test_what_evaluations_report_is_known_once_the_model_has_been_tried() -> None:
+def test_what_evaluations_report_is_known_once_the_model_has_been_tried():
     """A watched metric that is not among it was refused after the first epoch."""
     model = two_outputs(loss={"kind": class_loss(), "size": "mse"}, metrics={"kind": ["accuracy"]}, optimizer="sgd")
     fit = KerasTask(model, train=data(), validation=data(), fit_data=two, metrics={"far": lambda outputs, batch: 1.0})
@@ -97,11 +97,11 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_compiled_model_trains_and_is_evaluated_as_keras_does(name: str) -> None:
+def test_a_compiled_model_trains_and_is_evaluated_as_keras_does(name):
     model, fit_data, settings = CASES[name]
     settings = {**settings, "loss": settings["loss"]()}
 
-    def make() -> KerasTask:
+    def make():
         compiled = model(optimizer=keras.optimizers.SGD(0.1, momentum=0.9), **settings)
         return KerasTask(compiled, train=data(), validation=data(), fit_data=fit_data)
 
@@ -164,26 +164,26 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_compile_says_and_ranks_could_not_average_is_refused_by_name(name: str) -> None:
+def test_what_compile_says_and_ranks_could_not_average_is_refused_by_name(name):
     settings, said = REFUSED[name]
     with pytest.raises(UserError, match=said):
         made(**settings)
 
 
-def test_a_model_of_another_framework_is_refused() -> None:
+def test_a_model_of_another_framework_is_refused():
     with pytest.raises(UserError, match="model of the KerasTask is a partial"):
         adopted(KerasTask(functools.partial(print), "mse"), ["x", "y"])
 
 
-def test_an_error_names_fit_data_if_the_model_is_compiled_and_forward_if_not() -> None:
+def test_an_error_names_fit_data_if_the_model_is_compiled_and_forward_if_not():
     arrays = {name: data()[name] for name in ("x", "y")}
     compiled = adopted(KerasTask(one_output(optimizer="sgd", loss=class_of), train=arrays), list(arrays))
     assert "fit_data=lambda batch" in inputs_of(compiled, arrays)
     assert inputs_of(KerasTask(compiled.model), arrays).startswith("forward(model, batch) gets")
 
 
-def test_fields_of_the_task_come_before_what_compile_says() -> None:
-    def loss(outputs: Any, batch: Any) -> Any:
+def test_fields_of_the_task_come_before_what_compile_says():
+    def loss(outputs, batch):
         return keras.ops.mean(outputs**2)
 
     optimizer = keras.optimizers.Adam(0.5)
@@ -192,18 +192,18 @@ def test_fields_of_the_task_come_before_what_compile_says() -> None:
     assert framework.task.loss is loss and framework.task.optimizer is optimizer
 
 
-def test_the_loss_scale_that_compile_adds_for_fp16_is_the_runs() -> None:
-    def make() -> KerasTask:
+def test_the_loss_scale_that_compile_adds_for_fp16_is_the_runs():
+    def make():
         return KerasTask(one_output(optimizer="sgd", loss=class_loss()), train={k: data()[k] for k in ("x", "y")})
 
     framework = framework_of(make, alone(), precision="fp16")
     assert isinstance(framework.task.optimizer, keras.optimizers.SGD) and framework.source.loss_scale is not None
 
 
-def test_a_loss_object_is_refused_where_a_mask_would_weigh_samples() -> None:
+def test_a_loss_object_is_refused_where_a_mask_would_weigh_samples():
     ids = np.random.default_rng(0).integers(0, 7, (40, 5))
 
-    def make() -> KerasTask:
+    def make():
         inputs = keras.Input((5,), dtype="int64")
         hidden = layers.LSTM(4, return_sequences=True)(layers.Embedding(7, 3, mask_zero=True)(inputs))
         model = keras.Model(inputs, layers.Dense(7)(hidden))

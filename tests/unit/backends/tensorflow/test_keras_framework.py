@@ -98,13 +98,13 @@ def branching_metric(outputs: Any, batch: Any) -> Any:
     ],
     ids=["mean", "accumulated", "weighted", "weighted-accumulated", "xla", "branches"],
 )
-def test_an_update_uses_the_gradient_of_the_global_mean(settings: dict[str, Any]) -> None:
+def test_an_update_uses_the_gradient_of_the_global_mean(settings):
     used, exact = first_update(**settings)
     for got, wanted in zip(used, exact, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=2e-7)
 
 
-def test_clipping_scales_the_whole_gradient_to_the_norm() -> None:
+def test_clipping_scales_the_whole_gradient_to_the_norm():
     used, exact = first_update(clip_norm=0.1)
     norm = np.sqrt(sum(float((gradient**2).sum()) for gradient in exact))
     assert norm > 0.1
@@ -112,18 +112,18 @@ def test_clipping_scales_the_whole_gradient_to_the_norm() -> None:
         np.testing.assert_allclose(got, wanted * 0.1 / norm, rtol=1e-4, atol=2e-7)
 
 
-def test_half_precision_scales_the_loss_and_gets_the_same_gradient_to_its_rounding() -> None:
+def test_half_precision_scales_the_loss_and_gets_the_same_gradient_to_its_rounding():
     for precision in ("fp16", "bf16"):
         used, exact = first_update(precision=precision)
         for got, wanted in zip(used, exact, strict=True):
             np.testing.assert_allclose(got, wanted, rtol=0.2, atol=5e-3)
 
 
-def test_penalties_of_layers_are_part_of_the_loss() -> None:
-    def model() -> keras.Model:
+def test_penalties_of_layers_are_part_of_the_loss():
+    def model():
         return keras.Sequential([keras.Input((12,)), layers.Dense(3, kernel_regularizer=keras.regularizers.L2(0.5))])
 
-    def with_penalty(outputs: Any, batch: Any) -> Any:
+    def with_penalty(outputs, batch):
         return mean_loss(outputs, batch)
 
     framework = make_framework(alone(), model=model, loss=with_penalty)
@@ -135,8 +135,8 @@ def test_penalties_of_layers_are_part_of_the_loss() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"ema_decay": 0.5}], ids=["plain", "ema"])
-def test_penalties_of_activities_are_part_of_every_loss(settings: dict[str, Any]) -> None:
-    def model() -> keras.Model:
+def test_penalties_of_activities_are_part_of_every_loss(settings):
+    def model():
         return keras.Sequential([keras.Input((12,)), layers.ActivityRegularization(l2=0.5), layers.Dense(3)])
 
     framework = make_framework(alone(), model=model, **settings)
@@ -151,25 +151,25 @@ def test_penalties_of_activities_are_part_of_every_loss(settings: dict[str, Any]
     framework.step([{**batch, "more": batch["x"]}], len(batch["x"]))  # traced anew
 
 
-def test_layers_inside_any_forward_know_whether_they_train() -> None:
+def test_layers_inside_any_forward_know_whether_they_train():
     seen = []
 
     class Probe(layers.Layer):
-        def call(self, inputs: Any, training: bool | None = None) -> Any:
+        def call(self, inputs, training=None):
             seen.append(training)
             return inputs
 
     class Whole(keras.Model):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.probe, self.dense = Probe(), layers.Dense(3)
             self.build((None, 12))
 
-        def build(self, shape: Any) -> None:
+        def build(self, shape):
             self.dense.build(shape)
             super().build(shape)
 
-        def call(self, inputs: Any) -> Any:
+        def call(self, inputs):
             return self.dense(self.probe(inputs))
 
     framework = make_framework(alone(), model=Whole)
@@ -179,8 +179,8 @@ def test_layers_inside_any_forward_know_whether_they_train() -> None:
     assert seen[0] is True and seen[-1] is False
 
 
-def test_gradients_whose_shape_is_not_known_in_advance_are_exchanged() -> None:
-    def model() -> keras.Model:
+def test_gradients_whose_shape_is_not_known_in_advance_are_exchanged():
+    def model():
         return keras.Sequential(
             [keras.Input((12,)), layers.Reshape((3, 4)), layers.Dense(5), layers.Flatten(), layers.Dense(3)]
         )
@@ -204,8 +204,8 @@ class Subclassed(keras.Model):
 
 @pytest.mark.parametrize("is_built", [False, True], ids=["new", "after-build"])
 @pytest.mark.filterwarnings("ignore:`build\\(\\)` was called on layer:UserWarning")
-def test_a_dry_call_makes_the_weights_of_subclassed_models(is_built: bool) -> None:
-    def model() -> keras.Model:
+def test_a_dry_call_makes_the_weights_of_subclassed_models(is_built):
+    def model():
         found = Subclassed()
         if is_built:
             found.build((None, 12))  # marks it as built, and makes no weights
@@ -225,9 +225,9 @@ def test_a_dry_call_makes_the_weights_of_subclassed_models(is_built: bool) -> No
     assert np.mean(losses[-7:]) < 0.8 * np.mean(losses[:7])
 
 
-def test_weights_that_come_too_late_are_refused_by_name() -> None:
+def test_weights_that_come_too_late_are_refused_by_name():
     class Late(Subclassed):
-        def build(self, shape: Any) -> None:
+        def build(self, shape):
             self.inner.build(shape)
 
     with pytest.raises(UserError, match=r"made the weight late/dense_\d/kernel in its first training step"):
@@ -240,7 +240,7 @@ def built(model: keras.Model) -> keras.Model:
     return model
 
 
-def test_batches_of_other_sizes_are_not_traced_anew() -> None:
+def test_batches_of_other_sizes_are_not_traced_anew():
     framework = make_framework(alone())
     train(framework, 14)  # two epochs with a smaller last batch
     assert len(framework.program.passes.gradients.by_structure) == 1
@@ -248,7 +248,7 @@ def test_batches_of_other_sizes_are_not_traced_anew() -> None:
     assert framework.program.update.run.experimental_get_tracing_count() == 1
 
 
-def test_an_empty_part_contributes_nothing() -> None:
+def test_an_empty_part_contributes_nothing():
     framework = make_framework(alone())
     before = framework.weights_hash()
     result = framework.step([], 3)
@@ -257,7 +257,7 @@ def test_an_empty_part_contributes_nothing() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"ema_decay": 0.9}, {"precision": "fp16"}], ids=["ema", "fp16"])
-def test_a_run_goes_on_from_its_state_bit_for_bit(settings: dict[str, Any]) -> None:
+def test_a_run_goes_on_from_its_state_bit_for_bit(settings):
     through = make_framework(alone(), model=noisy_model, **settings)
     train(through, 5)
     saved = {}
@@ -272,7 +272,7 @@ def test_a_run_goes_on_from_its_state_bit_for_bit(settings: dict[str, Any]) -> N
     assert resumed.evaluate(samples()) == through.evaluate(samples())
 
 
-def test_names_tell_what_a_tensor_is_and_whose() -> None:
+def test_names_tell_what_a_tensor_is_and_whose():
     framework = make_framework(alone(), model=noisy_model, ema_decay=0.9)
     placements = {tensor.name: tensor.placement for tensor in framework.state()}
     assert placements["model/dense/kernel"] is Placement.REPLICATED
@@ -286,7 +286,7 @@ def test_names_tell_what_a_tensor_is_and_whose() -> None:
     assert [tensor.name for tensor in again.state()] == list(placements)
 
 
-def test_parts_of_a_tensor_can_be_copied_by_rows() -> None:
+def test_parts_of_a_tensor_can_be_copied_by_rows():
     framework = make_framework(alone())
     tensor = framework.state()[0]
     whole, part = np.empty(tensor.shape, np.float32), np.empty((3, 31), np.float32)
@@ -296,8 +296,8 @@ def test_parts_of_a_tensor_can_be_copied_by_rows() -> None:
 
 
 @pytest.mark.parametrize(("first", "what"), [(True, "frozen"), (False, "thawed")])
-def test_a_layer_that_is_switched_during_training_is_refused(first: bool, what: str) -> None:
-    def model() -> keras.Model:
+def test_a_layer_that_is_switched_during_training_is_refused(first, what):
+    def model():
         made = plain_model()
         made.layers[0].trainable = first
         return made
@@ -309,7 +309,7 @@ def test_a_layer_that_is_switched_during_training_is_refused(first: bool, what: 
         train(framework, 1)
 
 
-def test_some_of_the_weights_in_a_row_are_read_and_replaced() -> None:
+def test_some_of_the_weights_in_a_row_are_read_and_replaced():
     framework = make_framework(alone())
     row = framework.weights()
     for at in (slice(0, len(row)), slice(3, 400), slice(len(row) - 5, len(row))):
@@ -331,8 +331,8 @@ class Empty(layers.Layer):
 
 
 @pytest.mark.parametrize("settings", [{}, {"clip_norm": 0.1, "ema_decay": 0.5}, {"accumulate": 2}])
-def test_weights_without_elements_change_nothing(settings: dict[str, Any]) -> None:
-    def model(empty: bool) -> keras.Model:
+def test_weights_without_elements_change_nothing(settings):
+    def model(empty):
         more = [Empty()] if empty else []
         return keras.Sequential([keras.Input((12,)), layers.Dense(31), *more, layers.Dense(3)])
 
@@ -346,8 +346,8 @@ def test_weights_without_elements_change_nothing(settings: dict[str, Any]) -> No
         np.testing.assert_array_equal(mine, plain)
 
 
-def test_frozen_weights_are_replicated_and_stay() -> None:
-    def model() -> keras.Model:
+def test_frozen_weights_are_replicated_and_stay():
+    def model():
         made = plain_model()
         made.layers[0].trainable = False
         return made
@@ -363,7 +363,7 @@ def test_frozen_weights_are_replicated_and_stay() -> None:
     np.testing.assert_array_equal(before, after)
 
 
-def test_a_large_weight_that_was_loaded_is_read_without_a_copy() -> None:
+def test_a_large_weight_that_was_loaded_is_read_without_a_copy():
     """TensorFlow copies a variable at every read, for good, once a slice of it was assigned."""
     variable = tf.Variable(tf.zeros((3, BLOCK_BYTES // 8)))  # in three blocks
     values = np.random.default_rng(1).random(variable.shape, dtype=np.float32)
@@ -376,7 +376,7 @@ def test_a_large_weight_that_was_loaded_is_read_without_a_copy() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "bool"])
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0), (5,), (4, 3)])
-def test_values_of_any_type_and_shape_are_loaded(dtype: str, shape: tuple[int, ...]) -> None:
+def test_values_of_any_type_and_shape_are_loaded(dtype, shape):
     words = np.random.default_rng(2).integers(0, 2, shape)
     variable = tf.Variable(tf.zeros(shape, dtype))
     saved = VariableTensor("model/x", tf.Variable(tf.cast(words, dtype)))
@@ -384,7 +384,7 @@ def test_values_of_any_type_and_shape_are_loaded(dtype: str, shape: tuple[int, .
     np.testing.assert_array_equal(tf.cast(variable, tf.int64).numpy(), words)
 
 
-def test_loading_names_what_does_not_fit_and_changes_nothing() -> None:
+def test_loading_names_what_does_not_fit_and_changes_nothing():
     framework = make_framework(alone())
     before = framework.weights_hash()
     arrays = {}
@@ -397,7 +397,7 @@ def test_loading_names_what_does_not_fit_and_changes_nothing() -> None:
     assert framework.weights_hash() == before
 
 
-def test_the_average_of_the_weights_is_what_is_evaluated() -> None:
+def test_the_average_of_the_weights_is_what_is_evaluated():
     framework = make_framework(alone(), ema_decay=0.5)
     model = framework.task.model
     averages = [variable.numpy() for variable in model.trainable_variables]
@@ -414,20 +414,20 @@ def test_the_average_of_the_weights_is_what_is_evaluated() -> None:
     assert abs(float(mean_loss(model(batch["x"]), batch)) - wanted) > 1e-3
 
 
-def test_metrics_may_branch_by_tensors() -> None:
+def test_metrics_may_branch_by_tensors():
     metrics = {"twice": branching_metric, "accuracy": accuracy}
     found = make_framework(alone(), metrics=metrics).evaluate(next(global_batches(1)))
     assert found["twice"][0] == pytest.approx(2 * found["accuracy"][0])
 
 
-def test_metrics_are_sums_over_samples() -> None:
+def test_metrics_are_sums_over_samples():
     framework = make_framework(alone())
     batch = samples()
     found = framework.evaluate(batch)
     assert found["accuracy"] == pytest.approx((float(accuracy(framework.task.model(batch["x"]), batch)) * 183, 183))
 
 
-def test_a_loss_that_is_not_finite_stops_before_it_reaches_the_weights() -> None:
+def test_a_loss_that_is_not_finite_stops_before_it_reaches_the_weights():
     framework = make_framework(alone())
     before = framework.weights_hash()
     batch = next(global_batches(1))
@@ -439,7 +439,7 @@ def test_a_loss_that_is_not_finite_stops_before_it_reaches_the_weights() -> None
     assert framework.weights_hash() == before
 
 
-def test_an_overflow_in_fp16_skips_the_step_and_halves_the_scale() -> None:
+def test_an_overflow_in_fp16_skips_the_step_and_halves_the_scale():
     framework = make_framework(alone(), precision="fp16")
     assert framework.source.loss_scale is not None
     framework.source.loss_scale.state[0] = 2.0**40
@@ -450,7 +450,7 @@ def test_an_overflow_in_fp16_skips_the_step_and_halves_the_scale() -> None:
     assert framework.source.loss_scale.factor == 2.0**39
 
 
-def test_the_learning_rate_is_a_multiple_of_the_optimizers_own() -> None:
+def test_the_learning_rate_is_a_multiple_of_the_optimizers_own():
     framework = make_framework(alone())
     framework.set_learning_rate(0.5)
     assert float(framework.task.optimizer.learning_rate) == pytest.approx(5e-3)
@@ -459,7 +459,7 @@ def test_the_learning_rate_is_a_multiple_of_the_optimizers_own() -> None:
     assert framework.facts.learning_rate == pytest.approx(2e-2)
 
 
-def test_a_keras_schedule_stays_where_the_run_file_has_none() -> None:
+def test_a_keras_schedule_stays_where_the_run_file_has_none():
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
     framework = make_framework(alone(), optimizer=lambda: keras.optimizers.SGD(schedule))
     train(framework, 2)
@@ -490,7 +490,7 @@ def frozen_model() -> keras.Model:
     return model
 
 
-def test_what_cannot_work_is_refused_with_a_reason() -> None:
+def test_what_cannot_work_is_refused_with_a_reason():
     assert "no weights yet" in refusal(model=lambda: keras.Sequential([layers.Dense(3)]))
     assert "no weight to train" in refusal(model=frozen_model)
     assert "reduce.overlap is on, which is for PyTorch" in refusal(reduce={"overlap": "on"})
@@ -505,16 +505,16 @@ def test_what_cannot_work_is_refused_with_a_reason() -> None:
     assert "which is for PyTorch" in refusal(recompute=("*",))
 
 
-def test_an_error_of_an_exchange_is_raised_and_not_tensorflows_about_it() -> None:
+def test_an_error_of_an_exchange_is_raised_and_not_tensorflows_about_it():
     """Its sentence and code were lost in an UnknownError with the graph's trace."""
 
     class Waiting:
         dtype = tf.float32.as_numpy_dtype
 
-        def sum(self, *pieces: Any) -> Any:
+        def sum(self, *pieces):
             raise RunFailed("waited 900 s for the other ranks", "look at their logs")
 
-        def close(self) -> None: ...
+        def close(self): ...
 
     framework, batch = make_framework(alone()), next(global_batches(1))
     framework.program.chosen.measured = lambda rehearse: HostReducer("mpi", Waiting(), joined=False)
@@ -522,11 +522,11 @@ def test_an_error_of_an_exchange_is_raised_and_not_tensorflows_about_it() -> Non
         framework.step([batch], len(batch["x"]))
 
 
-def test_ranks_that_would_all_train_on_the_first_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_would_all_train_on_the_first_gpu_are_refused(monkeypatch):
     class Two(World):
         local_size = 2
 
-    def devices(kind: str) -> list[str]:
+    def devices(kind):
         return [f"{kind}:0", f"{kind}:1"]
 
     monkeypatch.setattr(tf.config, "list_logical_devices", devices)
@@ -534,14 +534,14 @@ def test_ranks_that_would_all_train_on_the_first_gpu_are_refused(monkeypatch: py
         make_framework(Two(**vars(alone())))
 
 
-def test_a_loss_per_sample_is_refused() -> None:
+def test_a_loss_per_sample_is_refused():
     framework = make_framework(alone(), loss=lambda outputs, batch: tf.reduce_sum(outputs, 1))
     with pytest.raises(UserError, match="returned a tensor of shape"):
         framework.step(cut(next(global_batches(1)), 0, 1), 30)
 
 
-def test_sparse_gradients_are_made_dense_or_refused() -> None:
-    def model() -> keras.Model:
+def test_sparse_gradients_are_made_dense_or_refused():
+    def model():
         whole = keras.Input((12,))
         words = layers.Embedding(4, 3)(keras.ops.cast(whole > 0, "int32"))
         return keras.Model(whole, keras.ops.sum(words, 1))
@@ -553,7 +553,7 @@ def test_sparse_gradients_are_made_dense_or_refused() -> None:
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
-def test_an_update_decides_as_the_rule_says(clip_norm: float | None) -> None:
+def test_an_update_decides_as_the_rule_says(clip_norm):
     random, odd = np.random.default_rng(3), [0.0, 1.0, np.nan, np.inf, 1e-30, 1e30]
     for _ in range(300):
         slots = random.lognormal(0, 8, SLOTS).astype(np.float32)
@@ -565,7 +565,7 @@ def test_an_update_decides_as_the_rule_says(clip_norm: float | None) -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_one_rank_knows_when_its_backward_pass_ended(accumulate: int) -> None:
+def test_one_rank_knows_when_its_backward_pass_ended(accumulate):
     framework = make_framework(alone(), model=plain_model)
     clock = framework.program.clock
     assert isinstance(clock, IntervalClock)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -44,7 +43,7 @@ def weights(model: keras.Model) -> list[np.ndarray]:
     return [variable.numpy() for variable in model.trainable_variables]
 
 
-def test_two_optimizers_train_as_keras_does() -> None:
+def test_two_optimizers_train_as_keras_does():
     framework = framework_of(gan_task, alone())
     found = train(framework, 30)
     begin_task(7)
@@ -65,7 +64,7 @@ def test_two_optimizers_train_as_keras_does() -> None:
     [(vae_task, {}), (gan_task, {"ema_decay": 0.9}), (vae_task, {"precision": "bf16"})],
     ids=["plain", "ema", "bf16"],
 )
-def test_a_run_goes_on_from_its_state_bit_for_bit(make: Callable[[], KerasTask], settings: dict[str, Any]) -> None:
+def test_a_run_goes_on_from_its_state_bit_for_bit(make, settings):
     through = framework_of(make, alone(), **settings)
     train(through, 5)
     arrays = saved(through)
@@ -78,14 +77,14 @@ def test_a_run_goes_on_from_its_state_bit_for_bit(make: Callable[[], KerasTask],
     }
 
 
-def test_optimizers_and_metrics_are_saved_by_the_names_of_the_models_attributes() -> None:
+def test_optimizers_and_metrics_are_saved_by_the_names_of_the_models_attributes():
     names = set(saved(framework_of(gan_task, alone())))
     assert "optimizer/d_optimizer.velocity/sequential/dense/kernel" in names
     assert "optimizer/g_optimizer.momentum/sequential_1/dense_3/bias" in names
     assert {"held/model/d_loss_metric.0.total", "held/model/g_loss_metric.1.count"} < names
 
 
-def test_the_schedule_reaches_all_optimizers() -> None:
+def test_the_schedule_reaches_all_optimizers():
     framework = framework_of(gan_task, alone())
     framework.set_learning_rate(0.5)
     model = framework.task.model
@@ -93,7 +92,7 @@ def test_the_schedule_reaches_all_optimizers() -> None:
     assert float(model.g_optimizer.learning_rate) == pytest.approx(0.025)
 
 
-def test_a_dry_call_leaves_everything_as_it_was() -> None:
+def test_a_dry_call_leaves_everything_as_it_was():
     framework = framework_of(vae_task, alone())
     before = saved(framework)
     framework.dry_call(global_batches(framework.task, 1)[0])
@@ -103,7 +102,7 @@ def test_a_dry_call_leaves_everything_as_it_was() -> None:
     assert train(framework, 3) == wanted
 
 
-def test_a_rank_without_samples_leaves_its_own_state_as_it_was() -> None:
+def test_a_rank_without_samples_leaves_its_own_state_as_it_was():
     framework = framework_of(vae_task, alone())
     train(framework, 1)
     before = saved(framework)
@@ -115,7 +114,7 @@ def test_a_rank_without_samples_leaves_its_own_state_as_it_was() -> None:
     assert after["optimizer/iteration"] == before["optimizer/iteration"] + 1
 
 
-def test_test_step_is_the_evaluation_and_the_average_of_the_weights_is_what_it_sees() -> None:
+def test_test_step_is_the_evaluation_and_the_average_of_the_weights_is_what_it_sees():
     framework = framework_of(vae_task, alone(), ema_decay=0.5)
     train(framework, 4)
     batch = {"picture": keras_own_steps.pictures(40)}
@@ -127,7 +126,7 @@ def test_test_step_is_the_evaluation_and_the_average_of_the_weights_is_what_it_s
     assert found["loss"][0] / 40 == pytest.approx(float(logs["loss"]), rel=0.02)  # another sample of z
 
 
-def test_a_gradient_that_is_not_finite_ends_the_step_before_it_reaches_the_weights() -> None:
+def test_a_gradient_that_is_not_finite_ends_the_step_before_it_reaches_the_weights():
     framework = framework_of(gan_task, alone())
     batch = {name: array.copy() for name, array in global_batches(framework.task, 1)[0].items()}
     batch["picture"][3] = np.nan
@@ -138,7 +137,7 @@ def test_a_gradient_that_is_not_finite_ends_the_step_before_it_reaches_the_weigh
     assert framework.weights_hash() == before
 
 
-def test_layers_that_wait_for_their_first_batch_are_built_without_a_step() -> None:
+def test_layers_that_wait_for_their_first_batch_are_built_without_a_step():
     framework = framework_of(lambda: KerasTask(Late(), train=numbers()), alone())
     state = saved(framework)
     assert "optimizer/optimizers.0.momentum/dense/kernel" in state
@@ -164,7 +163,7 @@ def own_loss() -> KerasTask:
     return KerasTask(model, train=numbers(), validation=numbers(40))
 
 
-def test_a_loss_that_the_model_computes_is_the_one_that_is_trained_and_evaluated() -> None:
+def test_a_loss_that_the_model_computes_is_the_one_that_is_trained_and_evaluated():
     framework = framework_of(own_loss, alone())
     losses = [step["loss"][0] / step["loss"][1] for step in train(framework, 60)]
     assert losses[-1] < 0.3 * losses[0]
@@ -181,23 +180,23 @@ class Doubled(Late):
         return 2 * self(data[0], training=False)
 
 
-def test_predictions_are_the_models_own() -> None:
+def test_predictions_are_the_models_own():
     framework = framework_of(lambda: KerasTask(Doubled(), train=numbers()), alone())
     batch = numbers(5)
     wanted = 2 * framework.task.model(batch["x"], training=False).numpy()
     np.testing.assert_allclose(framework.predict(batch)["output"], wanted, rtol=1e-5)
 
 
-def test_a_model_without_a_call_cannot_predict() -> None:
+def test_a_model_without_a_call_cannot_predict():
     """``hpctrain predict`` ended with a traceback and 70."""
     framework = framework_of(keras_own_steps.vae_task, alone())
     with pytest.raises(UserError, match="has no call method, and the task has no forward"):
         framework.predict({"picture": keras_own_steps.pictures(4)})
 
 
-def test_what_a_call_itself_has_not_implemented_is_not_taken_for_a_missing_call() -> None:
+def test_what_a_call_itself_has_not_implemented_is_not_taken_for_a_missing_call():
     class Unfinished(Late):
-        def predict_step(self, data: Any) -> Any:
+        def predict_step(self, data):
             raise NotImplementedError("the decoder is to be written")
 
     framework = framework_of(lambda: KerasTask(Unfinished(), train=numbers()), alone())
@@ -205,7 +204,7 @@ def test_what_a_call_itself_has_not_implemented_is_not_taken_for_a_missing_call(
         framework.predict(numbers(5))
 
 
-def test_the_classes_of_optimizers_are_as_before_after_an_interception() -> None:
+def test_the_classes_of_optimizers_are_as_before_after_an_interception():
     before = [vars(cls).get("apply") for cls in keras.optimizers.SGD.__mro__]
     seen = []
     with pytest.raises(ZeroDivisionError), intercepted(lambda *arguments: seen.append(arguments)):
@@ -268,7 +267,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("model", REFUSED, ids=lambda model: model.__name__)
-def test_steps_that_cannot_be_exchanged_are_refused_by_name(model: type[Late]) -> None:
+def test_steps_that_cannot_be_exchanged_are_refused_by_name(model):
     with pytest.raises(UserError, match=REFUSED[model]):
         framework_of(lambda: KerasTask(model(), train=numbers()), alone())
 
@@ -282,13 +281,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_settings_that_the_step_would_ignore_are_refused_by_name(name: str) -> None:
+def test_settings_that_the_step_would_ignore_are_refused_by_name(name):
     with pytest.raises(UserError, match=f"{name} does not work with the train_step of GAN"):
         framework_of(gan_task, alone(), **SETTINGS[name])
 
 
-def test_tasks_that_say_too_much_or_too_little_are_refused_by_name() -> None:
-    def changed(**fields: Any) -> Callable[[], KerasTask]:
+def test_tasks_that_say_too_much_or_too_little_are_refused_by_name():
+    def changed(**fields):
         return lambda: dataclasses.replace(gan_task(), **fields)
 
     with pytest.raises(UserError, match="does not use optimizer= of the task"):

@@ -70,7 +70,7 @@ def make(**settings: Any) -> layers.BatchNormalization:
         ({"axis": 1}, False),  # Keras' own masks are for channels in the last axis
     ],
 )
-def test_every_kind_of_layer_computes_what_keras_does(settings: dict[str, Any], masked: bool) -> None:
+def test_every_kind_of_layer_computes_what_keras_does(settings, masked):
     mask = tf.constant(MASK) if masked else None
     own, other = make(**settings), make(**settings)
     joint = KerasSyncBatchNorm([other], Group("alone"), IntervalClock())
@@ -81,7 +81,7 @@ def test_every_kind_of_layer_computes_what_keras_does(settings: dict[str, Any], 
     joint.close()
 
 
-def test_layers_say_what_they_want() -> None:
+def test_layers_say_what_they_want():
     model = keras.Sequential([keras.Input((3,)), make_flat(), make_flat(synchronized=True)])
     assert joint_layers(model, False) == model.layers[1:]
     assert joint_layers(model, True) == model.layers
@@ -92,22 +92,22 @@ def make_flat(**settings: Any) -> layers.BatchNormalization:
     return layers.BatchNormalization(**settings)
 
 
-def test_statistics_of_ones_own_are_refused() -> None:
+def test_statistics_of_ones_own_are_refused():
     class Own(layers.BatchNormalization):
-        def _moments(self, inputs: Any, mask: Any) -> Any:
+        def _moments(self, inputs, mask):
             return super()._moments(inputs, mask)
 
     with pytest.raises(UserError, match="is an Own, which computes statistics in its own way"):
         KerasSyncBatchNorm([Own()], Group("alone"), IntervalClock())
 
 
-def test_a_layer_in_a_loop_is_refused() -> None:
+def test_a_layer_in_a_loop_is_refused():
     layer = layers.BatchNormalization()
     layer.build((2, 3))
     joint = KerasSyncBatchNorm([layer], Group("alone"), IntervalClock())
 
     @tf.function(autograph=False)
-    def run(values: tf.Tensor) -> Any:
+    def run(values):
         with joint.traced():
             return tf.while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, layer(x, training=True)), (0, values))
 
@@ -116,7 +116,7 @@ def test_a_layer_in_a_loop_is_refused() -> None:
     assert isinstance(error.value.__context__, UserError), "which is what a user sees"
 
 
-def test_one_process_needs_no_meeting() -> None:
+def test_one_process_needs_no_meeting():
     model = lambda: keras.Sequential([keras.Input((12,)), make_flat(synchronized=True), layers.Dense(3)])  # noqa: E731
     framework = make_framework(alone(), model, kind="none", sync_batchnorm=True)
     result = framework.step([{"x": np.ones((4, 12), np.float32), "y": np.zeros(4, np.int64)}], 4)

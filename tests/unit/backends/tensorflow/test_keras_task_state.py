@@ -71,20 +71,20 @@ def momentum() -> Any:
     return keras.optimizers.SGD(0.05, momentum=0.9)
 
 
-def test_an_optimizer_that_wraps_two_resumes() -> None:
+def test_an_optimizer_that_wraps_two_resumes():
     names = resumes(lambda: make_framework(alone(), optimizer=lambda: Halves(momentum(), momentum())))
     slots = {name.split("/")[1] for name in names if name.startswith("optimizer/") and name.count("/") > 2}
     assert slots == {"inner.first.momentum", "inner.second.momentum"}
 
 
-def test_the_schedule_reaches_optimizers_that_are_wrapped() -> None:
+def test_the_schedule_reaches_optimizers_that_are_wrapped():
     framework = make_framework(alone(), optimizer=lambda: Halves(momentum(), keras.optimizers.Adam(0.02)))
     framework.set_learning_rate(0.5)
     rates = [float(one.learning_rate) for one in framework.task.optimizer.inner.values()]
     assert rates == pytest.approx([0.025, 0.01])
 
 
-def test_an_optimizer_that_makes_its_state_in_the_first_update_is_refused_by_name() -> None:
+def test_an_optimizer_that_makes_its_state_in_the_first_update_is_refused_by_name():
     framework = make_framework(alone(), optimizer=lambda: Halves(momentum(), momentum(), eager=False))
     framework.state()
     train(framework, 1)
@@ -129,7 +129,7 @@ LOSSES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_with_state_resumes(name: str) -> None:
+def test_a_loss_with_state_resumes(name):
     names = resumes(lambda: make_framework(alone(), loss=LOSSES[name]()))
     held = {each.rpartition(".")[2] for each in names if each.startswith("held/loss/")}
     assert held >= {"gamma", "moving_mean"}
@@ -146,7 +146,7 @@ def noisy() -> Callable[..., Any]:
     return loss
 
 
-def test_generators_of_the_tasks_own_resume_and_begin_other_streams_at_another_number_of_ranks() -> None:
+def test_generators_of_the_tasks_own_resume_and_begin_other_streams_at_another_number_of_ranks():
     names = resumes(lambda: make_framework(alone(), loss=noisy()))
     assert {"rng/held/loss/ours.state", "rng/held/loss/seeds.state"} < names
     framework = make_framework(alone(), loss=noisy())
@@ -157,20 +157,20 @@ def test_generators_of_the_tasks_own_resume_and_begin_other_streams_at_another_n
     assert all(len({one[name] for one in drawn}) == 3 for name in drawn[0])
 
 
-def test_weights_of_layers_in_a_loss_are_shared_and_what_it_counts_is_not() -> None:
+def test_weights_of_layers_in_a_loss_are_shared_and_what_it_counts_is_not():
     placement = {tensor.name: tensor.placement for tensor in make_framework(alone(), loss=Annealed()).state()}
     assert placement["held/loss/norm.0.gamma"] is Placement.REPLICATED
     assert placement["held/loss/norm.2.moving_mean"] is Placement.RANK
     assert placement["held/loss/calls"] is placement["held/loss/mean.0"] is Placement.RANK
 
 
-def test_a_state_that_has_no_place_any_more_is_told() -> None:
+def test_a_state_that_has_no_place_any_more_is_told():
     arrays = saved(make_framework(alone(), loss=Annealed()))
     with pytest.raises(UserError, match="held/loss/calls was saved, and the task has no place for it"):
         make_framework(alone()).load(arrays)
 
 
-def test_rehearsals_leave_the_state_of_a_loss_as_it_was() -> None:
+def test_rehearsals_leave_the_state_of_a_loss_as_it_was():
     wanted = train(make_framework(alone(), loss=Annealed()), 3)
     assert train(make_framework(alone(), loss=Annealed(), choice=Rehearsed), 3) == wanted
 
@@ -193,7 +193,7 @@ class Declared:
         self.calls.assign(saved["calls"])
 
 
-def test_declared_state_has_one_name_and_rehearsals_and_the_dry_call_leave_it() -> None:
+def test_declared_state_has_one_name_and_rehearsals_and_the_dry_call_leave_it():
     declared = Declared()
     framework = make_framework(alone(), loss=declared, state={"calls": declared}, choice=Rehearsed)
     assert not [tensor.name for tensor in framework.state() if tensor.name.startswith("held/")]
@@ -203,7 +203,7 @@ def test_declared_state_has_one_name_and_rehearsals_and_the_dry_call_leave_it() 
     assert float(declared.calls) == 4
 
 
-def test_streams_of_random_numbers_are_others_after_each_change_of_the_number_of_ranks() -> None:
+def test_streams_of_random_numbers_are_others_after_each_change_of_the_number_of_ranks():
     model = lambda: keras.Sequential([keras.Input((12,)), layers.Dropout(0.5), layers.Dense(3)])  # noqa: E731
     framework = make_framework(alone(), model=model)
     states = []

@@ -40,7 +40,7 @@ SUMS: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize("name", SUMS)
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_loss_that_is_no_mean_is_refused(name: str, compiled: bool) -> None:
+def test_a_loss_that_is_no_mean_is_refused(name, compiled):
     function = SUMS[name]
     loss = function if compiled else lambda outputs, batch: function(batch["y"], outputs)
     with pytest.raises(UserError, match=r"(?s)loss is not a mean .* for 2 samples, .* return \(sum, weight"):
@@ -57,11 +57,11 @@ def test_a_loss_that_is_no_mean_is_refused(name: str, compiled: bool) -> None:
         IGNORING,
     ],
 )
-def test_a_loss_that_can_be_averaged_is_accepted(loss: Any) -> None:
+def test_a_loss_that_can_be_averaged_is_accepted(loss):
     dry_call(loss)
 
 
-def test_compiled_losses_are_accepted_and_those_that_ignore_a_class_refused() -> None:
+def test_compiled_losses_are_accepted_and_those_that_ignore_a_class_refused():
     dry_call(class_of, compiled=True)
     with pytest.raises(UserError, match="sparse_categorical_crossentropy is not the plain mean"):
         dry_call(IGNORING, compiled=True)
@@ -80,7 +80,7 @@ class Small(keras.layers.Layer):
 
 
 @pytest.mark.parametrize("is_mean", [False, True])
-def test_penalties_of_layers_are_means(is_mean: bool) -> None:
+def test_penalties_of_layers_are_means(is_mean):
     """Beside a regularizer, which is the same for any samples."""
     layers = [keras.layers.Dense(1, kernel_regularizer="l2"), Small(ops.mean if is_mean else ops.sum)]
     whole = {name: data()[name][:17] for name in ("x", "y")}
@@ -94,12 +94,12 @@ def test_penalties_of_layers_are_means(is_mean: bool) -> None:
         framework.dry_call(whole)
 
 
-def test_two_losses_are_no_sum_and_weight() -> None:
+def test_two_losses_are_no_sum_and_weight():
     with pytest.raises(UserError, match=r"(?s)weight that depends on the model's parameters.*return the sum"):
         dry_call(lambda outputs, batch: (ops.sum(squares(batch["y"], outputs)), ops.sum(outputs**2)))
 
 
-def test_a_loss_that_ignores_a_class_is_weighted_by_what_counts() -> None:
+def test_a_loss_that_ignores_a_class_is_weighted_by_what_counts():
     random = np.random.default_rng(0)
     outputs, targets = random.normal(size=(9, 3)).astype(np.float32), np.array([2, 2, 0, 1, 2, 0, 0, 1, 1])
     loss = as_loss(IGNORING, ("x", "y"))
@@ -109,7 +109,7 @@ def test_a_loss_that_ignores_a_class_is_weighted_by_what_counts() -> None:
     assert total / weight == pytest.approx(float(IGNORING(targets, outputs)), rel=1e-5)
 
 
-def test_a_marked_loss_trains() -> None:
+def test_a_marked_loss_trains():
     """It is converted and traced like any other function."""
     from tests.tasks.keras_own_steps import train
 

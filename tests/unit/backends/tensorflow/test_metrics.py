@@ -49,8 +49,8 @@ def seen(samples: int, seed: int) -> Seen:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_kerass_own_metrics_over_ranks_say_what_one_says(name: str) -> None:
-    def made() -> KerasMeter:
+def test_kerass_own_metrics_over_ranks_say_what_one_says(name):
+    def made():
         return meter_of(vars(keras.metrics)[name](**ARGUMENTS.get(name, {})), name)
 
     whole, *parts = made(), made(), made(), made()
@@ -75,12 +75,12 @@ class Largest(keras.metrics.Metric):
         return self.largest
 
 
-def test_a_metric_whose_variables_do_not_add_up_is_refused_by_name() -> None:
+def test_a_metric_whose_variables_do_not_add_up_is_refused_by_name():
     with pytest.raises(UserError, match=r"metrics\['it'\] of the task, Largest, keeps 'largest', which is not a sum"):
         meter_of(Largest()).update(seen(4, 0))
 
 
-def test_a_wrong_argument_names_the_metric() -> None:
+def test_a_wrong_argument_names_the_metric():
     metric = Selected(keras.metrics.F1Score(), lambda outputs, batch: (outputs, tf.argmax(batch["y"], 1)))
     with pytest.raises(UserError, match=r"metrics\['it'\] fails: ValueError") as caught:
         KerasMeter(entries_of({"it": metric})["it"]).update(seen(4, 0))

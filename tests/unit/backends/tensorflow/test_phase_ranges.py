@@ -1,9 +1,6 @@
 """Phases in a profile of TensorFlow."""
 
-from __future__ import annotations
-
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +12,7 @@ from hpctrain.train.clock import Phase
 pytestmark = pytest.mark.slow
 
 
-def test_a_profile_names_phases_also_of_other_threads(tmp_path: Path) -> None:
+def test_a_profile_names_phases_also_of_other_threads(tmp_path):
     """A step's graph marks its phases on TensorFlow's threads."""
     clock = RingClock()
     profiler = PhaseProfiler(KerasProfiler(), clock)

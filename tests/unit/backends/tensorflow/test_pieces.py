@@ -38,13 +38,13 @@ def gradients() -> list[tf.Tensor]:
     ]
 
 
-def test_small_gradients_of_one_shape_travel_together_and_large_ones_alone() -> None:
+def test_small_gradients_of_one_shape_travel_together_and_large_ones_alone():
     assert grouped(SHAPES) == [(0, 3, 6), (1, 5), (2,), (4,)]
     assert grouped([(STACKED,), (STACKED,), (STACKED - 1,), (STACKED - 1,)]) == [(0,), (1,), (2, 3)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_what_is_packed_is_unpacked(dtype: str) -> None:
+def test_what_is_packed_is_unpacked(dtype):
     pieces = Pieces(variables(dtype))
     packed = pieces.pack_with(gradients(), {LOSS: 2.5, WEIGHT: 7})
     assert [piece.dtype.name for piece in packed] == [dtype] * 5
@@ -55,7 +55,7 @@ def test_what_is_packed_is_unpacked(dtype: str) -> None:
         np.testing.assert_array_equal(got, wanted)
 
 
-def test_one_rank_sums_nothing_and_knows_the_norm() -> None:
+def test_one_rank_sums_nothing_and_knows_the_norm():
     pieces = Pieces(variables())
     sums = KerasNoReducer().sum(pieces.pack_with(gradients(), {LOSS: 1.0}))
     square = sum(float(np.square(gradient).sum(dtype=np.float64)) for gradient in gradients())
@@ -85,7 +85,7 @@ class Doubled:
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_sums_are_ones_own_and_a_gpus_gradients_are_copied_as_one(joined: bool) -> None:
+def test_sums_are_ones_own_and_a_gpus_gradients_are_copied_as_one(joined):
     pieces, host = Pieces(variables()), Doubled()
     reducer = HostReducer("mpi-flat", host, joined)
     summed = tf.function(
@@ -100,7 +100,7 @@ def test_sums_are_ones_own_and_a_gpus_gradients_are_copied_as_one(joined: bool) 
 
 
 @pytest.mark.parametrize("count", range(2, 9))
-def test_terms_are_added_pairwise_and_one_of_them_is_kept(count: int) -> None:
+def test_terms_are_added_pairwise_and_one_of_them_is_kept(count):
     for kept in range(count):
         terms = [np.random.default_rng((count, rank)).normal(size=5) for rank in range(count)]
         wanted, own, out, same = np.sum(terms, axis=0), terms[kept].copy(), np.empty(5), np.empty(5)
@@ -119,12 +119,10 @@ def test_terms_are_added_pairwise_and_one_of_them_is_kept(count: int) -> None:
         (True, True, [307_200, 4_200_000, 16]),
     ],
 )
-def test_small_gradients_share_one_message_and_very_large_ones_are_cut(
-    cuts: bool, compress: bool, lengths: list[int]
-) -> None:
+def test_small_gradients_share_one_message_and_very_large_ones_are_cut(cuts, compress, lengths):
     sent: dict[str, int] = {}
 
-    def grouped_allreduce(values: list[tf.Tensor], op: object, name: str) -> list[tf.Tensor]:
+    def grouped_allreduce(values, op, name):
         assert name not in sent
         sent[name] = int(tf.size(values[0]))
         return [2 * value for value in values]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -23,7 +22,7 @@ def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_start_up_chatter_is_dropped_and_all_else_is_shown() -> None:
+def test_start_up_chatter_is_dropped_and_all_else_is_shown():
     ended = run(
         "set_environment(None)\n"
         "with without_chatter():\n"
@@ -34,20 +33,20 @@ def test_start_up_chatter_is_dropped_and_all_else_is_shown() -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "mine\n")
 
 
-def test_an_error_inside_is_shown() -> None:
+def test_an_error_inside_is_shown():
     ended = run("with without_chatter():\n    os.write(2, b'before\\n')\n    raise KeyError('mine')\n")
     assert ended.returncode == 1
     assert ended.stderr.startswith("before\n") and "KeyError: 'mine'" in ended.stderr
 
 
 @pytest.mark.slow
-def test_verbose_leaves_everything(tmp_path: Path) -> None:
+def test_verbose_leaves_everything(tmp_path):
     run_file = write_run(tmp_path, task="hpctrain.tasks.tensorflow_digits:task", train={"steps": 1, "global_batch": 8})
     speaks = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_ENABLE_ONEDNN_OPTS": "1"}  # by itself it does on some processors only
     assert "oneDNN" in hpctrain("train", run_file, "--verbose", cwd=tmp_path, env=speaks).stderr
 
 
-def test_threads_come_from_the_run_file_or_the_launcher() -> None:
+def test_threads_come_from_the_run_file_or_the_launcher():
     show = "print(os.environ.get('TF_NUM_INTRAOP_THREADS'), os.environ.get('TF_NUM_INTEROP_THREADS'))\n"
     assert run("set_environment(3)\n" + show, OMP_NUM_THREADS="2").stdout == "3 1\n"
     assert run("set_environment(None)\n" + show, OMP_NUM_THREADS="2").stdout == "2 1\n"
@@ -55,7 +54,7 @@ def test_threads_come_from_the_run_file_or_the_launcher() -> None:
 
 
 @pytest.mark.slow
-def test_one_compute_thread_is_one() -> None:
+def test_one_compute_thread_is_one():
     ended = run(
         "import threading, time\n"
         "set_environment(1)\n"
@@ -70,7 +69,7 @@ def test_one_compute_thread_is_one() -> None:
 
 
 @pytest.mark.slow
-def test_a_task_gets_the_seed_and_precision_and_the_same_names_again_and_tensorflow_is_not_used_for_that() -> None:
+def test_a_task_gets_the_seed_and_precision_and_the_same_names_again_and_tensorflow_is_not_used_for_that():
     ended = run(
         "with without_chatter():\n    import keras\n"
         "begin_task(3)\n"
@@ -87,7 +86,7 @@ def test_a_task_gets_the_seed_and_precision_and_the_same_names_again_and_tensorf
     assert first[2] == second[2]
 
 
-def test_memory_of_gpus_is_taken_as_it_is_needed_unless_the_user_says_otherwise() -> None:
+def test_memory_of_gpus_is_taken_as_it_is_needed_unless_the_user_says_otherwise():
     show = "set_environment(None)\nprint(os.environ['TF_FORCE_GPU_ALLOW_GROWTH'])\n"
     assert run(show).stdout == "true\n"
     assert run(show, TF_FORCE_GPU_ALLOW_GROWTH="false").stdout == "false\n"
@@ -104,13 +103,13 @@ tf.config.set_visible_devices = lambda device, kind: chosen.append(device.name)
 
 
 @pytest.mark.slow
-def test_each_rank_chooses_a_gpu_before_tensorflow_begins() -> None:
+def test_each_rank_chooses_a_gpu_before_tensorflow_begins():
     ended = run(GPUS + "begin_task(3, local_rank=1)\nbegin_task(3, local_rank=6)\nprint(*chosen)\n")
     assert ended.stdout == "GPU:1 GPU:2\n", ended.stderr
 
 
 @pytest.mark.slow
-def test_a_keras_task_that_began_too_early_to_choose_a_gpu_is_refused_where_ranks_would_share_one() -> None:
+def test_a_keras_task_that_began_too_early_to_choose_a_gpu_is_refused_where_ranks_would_share_one():
     ended = run(
         GPUS + "def refuse(device, kind):\n    raise RuntimeError('Visible devices cannot be modified')\n"
         "tf.config.set_visible_devices = refuse\n"
@@ -125,7 +124,7 @@ def test_a_keras_task_that_began_too_early_to_choose_a_gpu_is_refused_where_rank
     assert "make tensors, layers and optimizers in the task function" in ended.stderr
 
 
-def test_nothing_is_loaded_for_tasks_of_others() -> None:
+def test_nothing_is_loaded_for_tasks_of_others():
     ended = run(
         "import sys\nset_environment(1)\nbegin_task(3)\nprint('keras' in sys.modules, 'tensorflow' in sys.modules)\n"
     )
@@ -133,7 +132,7 @@ def test_nothing_is_loaded_for_tasks_of_others() -> None:
 
 
 @pytest.mark.slow
-def test_another_backend_of_keras_is_refused() -> None:
+def test_another_backend_of_keras_is_refused():
     ended = run(
         "with without_chatter():\n    import tensorflow, keras\n"
         "from types import SimpleNamespace as N\n"

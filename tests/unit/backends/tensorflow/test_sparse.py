@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -39,21 +38,19 @@ optimizers = keras.optimizers
         (lambda: optimizers.SGD(0.5), {"reduce": {"sparse": "densify"}}, False),
     ],
 )
-def test_one_process_keeps_rows_where_the_optimizer_updates_rows_alone(
-    optimizer: Callable[[], Any], settings: dict[str, Any], stays: bool
-) -> None:
+def test_one_process_keeps_rows_where_the_optimizer_updates_rows_alone(optimizer, settings, stays):
     framework = make_framework(alone(), embedding_model, mean_loss, optimizer, **settings)
     assert any(framework.program.packing.is_table) is stays
     assert (framework.facts.gradient_bytes < 4 * 320_000) is stays
     framework.close()
 
 
-def test_which_tables_travel_by_rows() -> None:
-    def found(model: Any, optimizer: Any = optimizers.Adam, ranks: int = 2, **train: Any) -> list[str]:
+def test_which_tables_travel_by_rows():
+    def found(model, optimizer=optimizers.Adam, ranks=2, **train):
         config = Config(name="test", task="a:b", train=TrainConfig(steps=1, global_batch=1, **train))
         return [one.path for one in sparse_variables(model.trainable_variables, model, optimizer(), config, ranks)]
 
-    def model(rows: int = 40_000, **table: Any) -> Any:
+    def model(rows=40_000, **table):
         words = keras.Input((4,), dtype="int32")
         return keras.Model(words, keras.layers.Dense(1)(keras.layers.Embedding(rows, 8, name="table", **table)(words)))
 
@@ -71,7 +68,7 @@ def test_which_tables_travel_by_rows() -> None:
 
 @pytest.mark.parametrize("loss", [mean_loss, weighted_loss])
 @pytest.mark.parametrize("optimizer", [lambda: optimizers.SGD(0.5), lambda: optimizers.Adagrad(0.1)])
-def test_training_is_that_of_dense_gradients(optimizer: Callable[[], Any], loss: Any) -> None:
+def test_training_is_that_of_dense_gradients(optimizer, loss):
     found = []
     for mode in ("auto", "densify"):
         framework = make_framework(
@@ -88,7 +85,7 @@ def test_training_is_that_of_dense_gradients(optimizer: Callable[[], Any], loss:
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_any_number_of_rows_is_one_trace() -> None:
+def test_any_number_of_rows_is_one_trace():
     framework = make_framework(alone(), embedding_model, mean_loss, lambda: optimizers.SGD(0.5))
     train(framework, 3, 2)
     train(framework, 3)
@@ -97,7 +94,7 @@ def test_any_number_of_rows_is_one_trace() -> None:
     framework.close()
 
 
-def test_rows_are_there_once_and_of_a_matrix_all() -> None:
+def test_rows_are_there_once_and_of_a_matrix_all():
     table, matrix = keras.Variable(np.zeros((6, 2))), keras.Variable(np.zeros((3,)))
     gradients = Gradients([table, matrix], [table], alone())
     slices = tf.IndexedSlices(tf.constant([[1.0, 1.0], [2.0, 2.0], [4.0, 4.0]]), tf.constant([5, 1, 5]))
@@ -113,7 +110,7 @@ def test_rows_are_there_once_and_of_a_matrix_all() -> None:
 
 
 @pytest.mark.parametrize("mode", ["auto", "densify"])
-def test_a_step_reads_rows_alone_of_a_table_that_it_updates_by_rows(mode: str) -> None:
+def test_a_step_reads_rows_alone_of_a_table_that_it_updates_by_rows(mode):
     framework = make_framework(
         alone(), embedding_model, mean_loss, lambda: optimizers.SGD(0.5), reduce={"sparse": mode}
     )
@@ -129,7 +126,7 @@ def apply_rows(optimizer: Any, variables: list[Any], indices: tf.Tensor, values:
     optimizer.apply([tf.IndexedSlices(values, indices, tf.constant([50, 7])), values[0]], variables)
 
 
-def test_adagrad_reads_of_its_accumulator_the_rows_that_it_updates_and_finds_what_keras_finds() -> None:
+def test_adagrad_reads_of_its_accumulator_the_rows_that_it_updates_and_finds_what_keras_finds():
     random, found = np.random.default_rng(0), []
     begin = random.normal(size=(50, 7)).astype(np.float32)
     steps = [(random.permutation(50)[:9], random.normal(size=(9, 7)).astype(np.float32)) for _ in range(4)]

@@ -37,7 +37,7 @@ from tests.tasks.torch_tasks import train as train_steps
 PACKAGE = Path(hpctrain.__file__).parent
 
 
-def test_one_module_calls_the_api_of_devices() -> None:
+def test_one_module_calls_the_api_of_devices():
     """Others ask it, so that a run is the same on AMD's and Intel's devices."""
     api = re.compile(
         r"(?<!backends\.)torch\.(cuda|xpu|accelerator|Event|Stream|get_device_module)\b|[\"'](cuda|xpu)[\"']"
@@ -66,7 +66,7 @@ def four(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     return chosen
 
 
-def test_ranks_get_devices_in_turn(four: list[torch.device]) -> None:
+def test_ranks_get_devices_in_turn(four):
     assert [accelerator.pick(rank) for rank in (0, 3, 5)] == four == [torch.device("xpu", n) for n in (0, 3, 1)]
     assert accelerator.vendor() == "Intel"
 
@@ -83,15 +83,15 @@ def without(monkeypatch: pytest.MonkeyPatch) -> list[Gpu]:
 
 
 @pytest.mark.parametrize("built", [None, "cuda"])
-def test_a_machine_without_gpus_trains_on_cpus(without: Any, built: str | None, monkeypatch: Any) -> None:
+def test_a_machine_without_gpus_trains_on_cpus(without, built, monkeypatch):
     """Whether PyTorch is built for them or not: PyPI's is."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: built and torch.device(built))
     assert accelerator.pick(0) == torch.device("cpu")
 
 
 @pytest.mark.parametrize(("cuda", "vendor"), [(None, ""), ("12.4", "NVIDIA")])
-def test_pytorch_2_6_raises_if_there_is_none(without: Any, cuda: str | None, vendor: str, monkeypatch: Any) -> None:
-    def none() -> torch.device:
+def test_pytorch_2_6_raises_if_there_is_none(without, cuda, vendor, monkeypatch):
+    def none():
         raise RuntimeError("Cannot access accelerator device when none is available.")
 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", none)
@@ -100,7 +100,7 @@ def test_pytorch_2_6_raises_if_there_is_none(without: Any, cuda: str | None, ven
 
 
 @pytest.mark.parametrize("known", [{}, {"uuid": "0"}, {"uuid": "0", "pci_bus_id": 3}])
-def test_devices_of_two_hosts_differ_whatever_pytorch_knows_of_them(known: dict[str, Any], monkeypatch: Any) -> None:
+def test_devices_of_two_hosts_differ_whatever_pytorch_knows_of_them(known, monkeypatch):
     monkeypatch.delenv("NCCL_HOSTID", raising=False)
     api = SimpleNamespace(get_device_properties=lambda device: SimpleNamespace(**known))
     monkeypatch.setattr(accelerator, "api", lambda device: api)
@@ -111,11 +111,11 @@ def test_devices_of_two_hosts_differ_whatever_pytorch_knows_of_them(known: dict[
     assert len(found) == 2
 
 
-def test_a_tensor_on_the_host_is_sent_by_way_of_the_device() -> None:
+def test_a_tensor_on_the_host_is_sent_by_way_of_the_device():
     """NCCL takes none from the host, where a module may keep a buffer."""
     sent: list[Any] = []
 
-    def send(values: torch.Tensor, rank: int, what: str) -> Any:
+    def send(values, rank, what):
         return lambda: sent.append(values.device.type)
 
     peers: Any = SimpleNamespace(device=torch.device("meta"), broadcast=send)
@@ -125,7 +125,7 @@ def test_a_tensor_on_the_host_is_sent_by_way_of_the_device() -> None:
 
 
 @pytest.mark.parametrize("name", ["shutdown", "_shutdown", "other"])
-def test_a_process_group_is_closed_whatever_pytorch_calls_that(name: str) -> None:
+def test_a_process_group_is_closed_whatever_pytorch_calls_that(name):
     """PyTorch 2.6 has the second name for NCCL, and none for gloo."""
     ended: list[str] = []
     group = Group("data")
@@ -136,9 +136,7 @@ def test_a_process_group_is_closed_whatever_pytorch_calls_that(name: str) -> Non
     assert ended == ([name] if "shutdown" in name else []) and group not in OPEN
 
 
-def test_gpus_that_pytorch_cannot_use_are_an_error_unless_they_are_hidden(
-    without: list[Gpu], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_that_pytorch_cannot_use_are_an_error_unless_they_are_hidden(without, monkeypatch):
     without += [Gpu("AMD", Path("a")), Gpu("AMD", Path("b"))]
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
     with pytest.raises(UserError, match=r"has 2 GPUs of AMD, and PyTorch .* is built for CPUs") as error:
@@ -148,7 +146,7 @@ def test_gpus_that_pytorch_cannot_use_are_an_error_unless_they_are_hidden(
     assert accelerator.pick(0) == torch.device("cpu")
 
 
-def test_a_driver_that_is_too_old_is_told(without: list[Gpu], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_is_too_old_is_told(without, monkeypatch):
     without.append(Gpu("NVIDIA", Path("nvidia0")))
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     with pytest.raises(UserError, match=r"has 1 GPU of NVIDIA, and PyTorch .* finds none") as error:
@@ -159,7 +157,7 @@ def test_a_driver_that_is_too_old_is_told(without: list[Gpu], monkeypatch: pytes
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex128]
 )
-def test_a_fingerprint_changes_with_any_bit_and_any_order(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fingerprint_changes_with_any_bit_and_any_order(dtype, monkeypatch):
     monkeypatch.setattr("hpctrain.backends.torch.state.tensors.CHUNK", 4)  # several chunks
     values = (torch.arange(10) % 7).to(dtype)
     before = fingerprint(values)
@@ -172,7 +170,7 @@ def test_a_fingerprint_changes_with_any_bit_and_any_order(dtype: torch.dtype, mo
     assert fingerprint(values.roll(4)) != before, "chunks in another order"
 
 
-def test_a_fingerprint_is_of_the_values_and_not_of_their_place_in_memory() -> None:
+def test_a_fingerprint_is_of_the_values_and_not_of_their_place_in_memory():
     values = torch.randn(6, 4)
     assert fingerprint(values.t().contiguous().t()) == fingerprint(values)
     assert fingerprint(torch.zeros(0)) == 0
@@ -180,13 +178,13 @@ def test_a_fingerprint_is_of_the_values_and_not_of_their_place_in_memory() -> No
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
-def test_named_optimizers_update_in_one_pass(name: str) -> None:
+def test_named_optimizers_update_in_one_pass(name):
     model = nn.Linear(3, 3)
     optimizer = by_name.make_optimizer(name, {"lr": 0.1}, model)
     assert optimizer is not None and optimizer.param_groups[0]["fused"]
 
 
-def test_named_optimizers_of_sparse_or_valueless_parameters_do_not() -> None:
+def test_named_optimizers_of_sparse_or_valueless_parameters_do_not():
     for model in (nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2, device="meta")):
         optimizer = by_name.make_optimizer("sgd", {"lr": 0.1}, model)
         assert optimizer is not None and not optimizer.param_groups[0]["fused"]
@@ -206,7 +204,7 @@ def train(**keys: Any) -> TrainConfig:
     return TrainConfig(steps=1, global_batch=4, **keys)
 
 
-def test_the_run_file_sets_how_kernels_compute_and_else_the_task_does(kept: None) -> None:
+def test_the_run_file_sets_how_kernels_compute_and_else_the_task_does(kept):
     cudnn = torch.backends.cudnn
     opening.set_kernels(train(matmul="tf32", cudnn_benchmark=True))
     assert torch.get_float32_matmul_precision() == "high" and cudnn.allow_tf32 and cudnn.benchmark
@@ -216,7 +214,7 @@ def test_the_run_file_sets_how_kernels_compute_and_else_the_task_does(kept: None
     assert torch.get_float32_matmul_precision() == "highest" and not cudnn.allow_tf32
 
 
-def test_a_run_in_fp32_hears_of_tensor_cores(kept: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_in_fp32_hears_of_tensor_cores(kept, monkeypatch):
     gpu, model = torch.device("cuda", 0), nn.Linear(2, 2)
     monkeypatch.setattr(accelerator, "has_tf32", lambda device: device.type == "cuda")
     assert "tf32" in opening.advice_on(train(), model, gpu)[0]
@@ -228,7 +226,7 @@ def test_a_run_in_fp32_hears_of_tensor_cores(kept: None, monkeypatch: pytest.Mon
     assert opening.advice_on(train(), nn.Linear(2, 2), gpu) == [], "the task has chosen"
 
 
-def test_a_task_may_use_the_newer_setting_of_tf32(kept: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_may_use_the_newer_setting_of_tf32(kept, monkeypatch):
     """PyTorch 2.9 and newer then refuse to say anything by the older one."""
     settings, gpu = torch.backends.cuda.matmul, torch.device("cuda", 0)
     if not hasattr(settings, "fp32_precision"):
@@ -239,7 +237,7 @@ def test_a_task_may_use_the_newer_setting_of_tf32(kept: None, monkeypatch: pytes
     assert opening.advice_on(train(), nn.Linear(2, 2), gpu) == []
 
 
-def test_an_error_of_page_locking_is_not_left_for_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_page_locking_is_not_left_for_the_next_kernel(monkeypatch):
     said: list[str] = []
     runtime = SimpleNamespace(cudaHostRegister=lambda *_: 2)
     api = SimpleNamespace(cudart=lambda: runtime, check_error=lambda code: said.append(f"error {code}"))
@@ -249,7 +247,7 @@ def test_an_error_of_page_locking_is_not_left_for_the_next_kernel(monkeypatch: p
     assert said == ["kernel on cuda:0", "error 2"]
 
 
-def test_class_weights_and_modules_of_the_loss_follow_the_outputs() -> None:
+def test_class_weights_and_modules_of_the_loss_follow_the_outputs():
     loss = by_name.as_loss(nn.CrossEntropyLoss(weight=torch.ones(3)), ("x", "y"))
     total, weight = loss(torch.zeros(4, 3, device="meta"), {"y": torch.zeros(4, dtype=torch.int64, device="meta")})
     assert total.is_meta and weight.is_meta
@@ -258,11 +256,11 @@ def test_class_weights_and_modules_of_the_loss_follow_the_outputs() -> None:
     assert [type(one) for one in found] == [nn.BCEWithLogitsLoss]
 
 
-def test_dropout_that_evaluation_mode_switches_off_is_told() -> None:
-    def pretrained() -> nn.Module:
+def test_dropout_that_evaluation_mode_switches_off_is_told():
+    def pretrained():
         return nn.Sequential(nn.Linear(2, 2), nn.Dropout()).eval()
 
-    def said(model: nn.Module) -> list[str]:
+    def said(model):
         return [line.split()[0] for line in opening.advice_on(train(), model, torch.device("cpu"))]
 
     assert said(nn.ModuleDict({"body": pretrained(), "teacher": pretrained().requires_grad_(False)})) == ["body"]
@@ -270,7 +268,7 @@ def test_dropout_that_evaluation_mode_switches_off_is_told() -> None:
     assert said(nn.Sequential(nn.BatchNorm1d(2).eval(), nn.Dropout())) == [], "frozen on purpose"
 
 
-def test_out_of_memory_is_not_told_as_a_rank_that_is_late() -> None:
+def test_out_of_memory_is_not_told_as_a_rank_that_is_late():
     peers = ProcessGroup(Group("data"), None, torch.device("cpu"))
     with pytest.raises(torch.OutOfMemoryError), peers.explained("add up gradients"):
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -279,7 +277,7 @@ def test_out_of_memory_is_not_told_as_a_rank_that_is_late() -> None:
 @pytest.mark.parametrize(
     "keys", [{"clip_norm": 0.1, "ema_decay": 0.9}, {"precision": "fp16"}, {"sync_batchnorm": True}]
 )
-def test_a_task_may_set_the_default_device(keys: dict[str, Any]) -> None:
+def test_a_task_may_set_the_default_device(keys):
     """What hpctrain keeps on the host stays there. Here it is the meta device, where no value can be read."""
     framework, batch = make_framework(alone(), noisy_model, **keys), next(global_batches(1))
     torch.set_default_device("meta")

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
 
-import pytest
 import torch.distributed as dist
 
 from hpctrain.backends.torch.reduce import any_of
@@ -24,12 +23,12 @@ class Unfinished:
         raise RuntimeError("Connection closed by peer")
 
 
-def test_the_last_exchange_is_awaited_at_exit_but_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_exchange_is_awaited_at_exit_but_not_for_long(monkeypatch):
     """Its thread would abort the process if it ended while the interpreter shuts down."""
     made: list[Unfinished] = []
     at_exit: list[Callable[[], object]] = []
 
-    def all_reduce(*given: object, **more: object) -> Unfinished:
+    def all_reduce(*given, **more):
         made.append(Unfinished())
         return made[-1]
 

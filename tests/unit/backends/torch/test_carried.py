@@ -15,7 +15,7 @@ from tests.tasks.torch_tasks import make_framework  # noqa: E402
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
-def test_lanes_of_some_ranks_are_those_of_others(kind: str) -> None:
+def test_lanes_of_some_ranks_are_those_of_others(kind):
     network = getattr(torch.nn, kind)(3, 4, num_layers=2, batch_first=True)
     inputs = torch.randn(7, 5, 3)
     whole, old = CarriedState(), [CarriedState() for _ in range(3)]
@@ -38,7 +38,7 @@ def first(hidden: Any) -> torch.Tensor:
     return hidden[0] if isinstance(hidden, tuple) else hidden
 
 
-def test_evaluation_neither_reads_nor_changes_it_and_it_can_be_split() -> None:
+def test_evaluation_neither_reads_nor_changes_it_and_it_can_be_split():
     model, carried = torch.nn.Linear(1, 1), CarriedState()
     carried.keep(model, torch.ones(1, 2, 3))
     model.eval()
@@ -48,7 +48,7 @@ def test_evaluation_neither_reads_nor_changes_it_and_it_can_be_split() -> None:
     PerRank(carried, on_other_ranks="split")
 
 
-def test_it_is_each_ranks_own() -> None:
+def test_it_is_each_ranks_own():
     with pytest.raises(UserError, match=r"state 'lanes' .* not in PerRank") as refused:
         make_framework(alone(), state={"lanes": CarriedState()})
     assert "PerRank(" in refused.value.fix

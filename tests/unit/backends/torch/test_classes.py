@@ -58,7 +58,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_the_loss_of_some_classes_each_is_that_of_all(ranks: int, options: dict[str, Any]) -> None:
+def test_the_loss_of_some_classes_each_is_that_of_all(ranks, options):
     whole = model()
     values, targets = inputs()
     if "ignore_index" in options:
@@ -72,7 +72,7 @@ def test_the_loss_of_some_classes_each_is_that_of_all(ranks: int, options: dict[
     if wanted is not None:
         assert all(torch.equal(one, other) for one, other in zip(wanted, expected, strict=True) if other is not None)
 
-    def on_a_rank(group: Group) -> list[float]:
+    def on_a_rank(group):
         own = copy.deepcopy(whole)
         own.zero_grad()
         cut = cut_model(own, layers_to_cut(own, LAYER, ranks), TPGroup(group), Group("data"), [])
@@ -103,10 +103,10 @@ def penalised(head: nn.Module) -> Tensor:
     return weight.grad
 
 
-def test_gradients_of_gradients() -> None:
+def test_gradients_of_gradients():
     wanted, whole = penalised(model()), model()
 
-    def on_a_rank(group: Group) -> float:
+    def on_a_rank(group):
         own = copy.deepcopy(whole)
         cut = cut_model(own, layers_to_cut(own, LAYER, 2), TPGroup(group), Group("data"), [])
         return float((penalised(own) - cut.slices["0.weight"].of(wanted)).abs().max())
@@ -115,13 +115,13 @@ def test_gradients_of_gradients() -> None:
     assert max(in_threads(2, on_a_rank)) < 1e-12
 
 
-def test_metrics_get_all_classes() -> None:
+def test_metrics_get_all_classes():
     """And so do predictions: a layer that is not training gathers."""
     values, targets = inputs()
     whole = model()
     wanted = whole(values)
 
-    def on_a_rank(group: Group) -> Any:
+    def on_a_rank(group):
         own = copy.deepcopy(whole)
         cut_model(own, layers_to_cut(own, LAYER, 2), TPGroup(group), Group("data"), [])
         own.eval()
@@ -141,11 +141,11 @@ def some() -> CutLogits:
     return CutLogits(torch.zeros(2, 3, 4), TPGroup(group), "head")
 
 
-def test_16_bits_are_summed_in_32() -> None:
+def test_16_bits_are_summed_in_32():
     found = cross_entropy(torch.zeros(2, 8, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int64))
     assert found.dtype == torch.bfloat16, "as torch has it, whose autocast makes it float32"
 
-    def on_a_rank(group: Group) -> torch.dtype:
+    def on_a_rank(group):
         outputs = CutLogits(torch.zeros(2, 4, dtype=torch.bfloat16), TPGroup(group), "head")
         return cross_entropy(outputs, torch.zeros(2, dtype=torch.int64)).dtype
 
@@ -163,18 +163,18 @@ def test_16_bits_are_summed_in_32() -> None:
         lambda it: torch.softmax(it, -1),
     ],
 )
-def test_what_would_take_a_part_for_the_whole_is_refused(uses: Any) -> None:
+def test_what_would_take_a_part_for_the_whole_is_refused(uses):
     with pytest.raises(UserError, match="got the outputs of head, of which each rank has only some classes"):
         uses(some())
 
 
-def test_ranges_of_the_other_axes() -> None:
+def test_ranges_of_the_other_axes():
     assert some()[:, :-1].shape == (2, 2, 8)
     assert some()[1:].shape == (1, 3, 8)
 
 
 @pytest.mark.parametrize("target", [8, -1])
-def test_targets_that_are_no_class(target: int) -> None:
+def test_targets_that_are_no_class(target):
     targets = torch.full((2, 3), target)
     with pytest.raises(IndexError):
         cross_entropy(some(), targets)
@@ -182,12 +182,12 @@ def test_targets_that_are_no_class(target: int) -> None:
         cross_entropy(torch.zeros(2, 3, 8), targets)
 
 
-def test_shapes_that_do_not_fit() -> None:
+def test_shapes_that_do_not_fit():
     with pytest.raises(UserError, match=r"outputs \[2, 3, 8\] and targets \[2, 8\]"):
         cross_entropy(some(), torch.zeros(2, 8, dtype=torch.int64))
 
 
-def test_a_reduction_that_there_is_not() -> None:
+def test_a_reduction_that_there_is_not():
     reduction: Any = "none"
     for outputs in (some(), torch.zeros(2, 3, 8)):
         with pytest.raises(UserError, match="the reduction 'none'"):
@@ -195,6 +195,6 @@ def test_a_reduction_that_there_is_not() -> None:
 
 
 @pytest.mark.parametrize("options", [{"parts": 2, "classes": True}, {"gathers": True, "classes": True}])
-def test_words_that_contradict_themselves(options: dict[str, Any]) -> None:
+def test_words_that_contradict_themselves(options):
     with pytest.raises(UserError, match="contradicts itself"):
         columns(**options)

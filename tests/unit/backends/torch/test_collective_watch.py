@@ -1,11 +1,7 @@
 """When a rank writes the collectives that it waits in."""
 
-from __future__ import annotations
-
 import json
 import threading
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,12 +17,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize(("retired", "is_written"), [(False, True), (True, False)])
 @pytest.mark.parametrize("recorder", collective_watch.RECORDERS)
-def test_a_silent_rank_writes_what_it_waits_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorder: str, retired: bool, is_written: bool
-) -> None:
+def test_a_silent_rank_writes_what_it_waits_in(tmp_path, monkeypatch, recorder, retired, is_written):
     asked = threading.Event()
 
-    def dump(**_: Any) -> bytes:
+    def dump(**_):
         asked.set()
         return json.dumps({"entries": [{"retired": retired}, {"retired": True}], "pg_config": {"data": {}}}).encode()
 

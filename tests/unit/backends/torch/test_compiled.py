@@ -96,7 +96,7 @@ def one_by_one(model: Net) -> Net:
     return model
 
 
-def test_buckets_leave_while_later_layers_still_run_backward() -> None:
+def test_buckets_leave_while_later_layers_still_run_backward():
     eager, layers, whole = sent_before(lambda model: model), sent_before(one_by_one), sent_before(torch.compile)
     assert eager == sorted(eager) and eager[-1] > eager[0]
     assert layers == sorted(layers) and len(set(layers)) == 4, "each block's buckets leave before the next block begins"
@@ -111,7 +111,7 @@ def layers(model: nn.Module, ranks: int = 2, stages: int = 1, **train: Any) -> l
     return own_layers(opening)
 
 
-def test_repeated_layers_are_compiled_one_by_one_if_something_is_exchanged() -> None:
+def test_repeated_layers_are_compiled_one_by_one_if_something_is_exchanged():
     net = Net()
     assert layers(net) == list(net.blocks)
     assert layers(net, ranks=1) == layers(net, compile_mode="reduce-overhead") == []
@@ -119,7 +119,7 @@ def test_repeated_layers_are_compiled_one_by_one_if_something_is_exchanged() -> 
     assert layers(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))) == [], "too small to be compiled alone"
 
 
-def test_layers_that_recompute_are_compiled_alone_and_their_parents_are_not() -> None:
+def test_layers_that_recompute_are_compiled_alone_and_their_parents_are_not():
     net = Net()
     assert layers(net, ranks=1, recompute=("blocks.*",)) == list(net.blocks)
     assert layers(net, ranks=2, recompute=("blocks.1.first",)) == [
@@ -127,7 +127,7 @@ def test_layers_that_recompute_are_compiled_alone_and_their_parents_are_not() ->
     ]  # fmt: skip
 
 
-def test_layers_of_one_structure_share_what_is_compiled_and_others_do_not() -> None:
+def test_layers_of_one_structure_share_what_is_compiled_and_others_do_not():
     net = Net()
     compile_layers(list(net.blocks), None)
     functions = [block.forward.func for block in net.blocks]
@@ -136,7 +136,7 @@ def test_layers_of_one_structure_share_what_is_compiled_and_others_do_not() -> N
     assert twin.__code__ is not Block.forward.__code__ and twin.__code__.co_name == "forward_7"
 
 
-def test_a_copy_of_a_compiled_layer_uses_its_own_weights() -> None:
+def test_a_copy_of_a_compiled_layer_uses_its_own_weights():
     net = Net().eval()
     compile_layers(list(net.blocks), None)
     inputs = torch.randn(2, 12)
@@ -151,7 +151,7 @@ def test_a_copy_of_a_compiled_layer_uses_its_own_weights() -> None:
     "keys",
     [{"recompute": ("blocks.0", "blocks.1"), "ema_decay": 0.9}, {"compile_mode": "reduce-overhead"}],
 )
-def test_a_compiled_run_trains_as_an_eager_one(keys: dict[str, Any]) -> None:
+def test_a_compiled_run_trains_as_an_eager_one(keys):
     eager = make_framework(alone(), Net, **{key: value for key, value in keys.items() if key != "compile_mode"})
     wanted = train(eager, 3, accumulate=2)
     framework = make_framework(alone(), Net, compile=True, **keys)
@@ -159,7 +159,7 @@ def test_a_compiled_run_trains_as_an_eager_one(keys: dict[str, Any]) -> None:
     assert framework.evaluate(BATCH)["loss"] == pytest.approx(eager.evaluate(BATCH)["loss"], rel=1e-5)
 
 
-def test_what_is_tried_before_the_first_step_is_not_compiled() -> None:
+def test_what_is_tried_before_the_first_step_is_not_compiled():
     framework = make_framework(alone(), Net, compile=True, recompute=("blocks.*",))
     ran: list[bool] = []
     framework.model.out.register_forward_hook(lambda *_: ran.append(torch.compiler.is_compiling()))
@@ -179,13 +179,13 @@ class WithExtraState(nn.Linear):
     def set_extra_state(self, state: Any) -> None: ...
 
 
-def test_layers_may_have_extra_state() -> None:
+def test_layers_may_have_extra_state():
     layers = [WithExtraState(3, 3), WithExtraState(3, 3)]
     compile_layers(layers, None)
     assert layers[0].forward.func is layers[1].forward.func, "of equal structure"
 
 
-def test_layers_of_pytorch_do_not_share_a_limit_of_recompilations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_pytorch_do_not_share_a_limit_of_recompilations(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, mode: compiled(function, backend="eager"))
     layers = [nn.TransformerEncoderLayer(2 * width, 1, 4, batch_first=True) for width in (1, 2, 3, 4)]
     compile_layers(layers, None)

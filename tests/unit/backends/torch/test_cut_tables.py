@@ -46,12 +46,12 @@ def trained(model: nn.Sequential, places: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("places", PLACES.values(), ids=PLACES.keys())
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_vectors_and_gradients_are_those_of_the_whole_table(ranks: int, places: list[Any]) -> None:
+def test_vectors_and_gradients_are_those_of_the_whole_table(ranks, places):
     indices = torch.tensor(places, dtype=torch.int64)
     whole_table = table()
     wanted = trained(whole_table, indices)
 
-    def on_a_rank(group: Group) -> bool:
+    def on_a_rank(group):
         own = copy.deepcopy(whole_table)
         cut = cut_model(own, layers_to_cut(own, {"0": vocabulary}, ranks), TPGroup(group), Group("data"), [])
         part = cut.slices["0.weight"]
@@ -81,7 +81,7 @@ class Counted(Group):
         self.sent += values.nbytes
 
 
-def test_a_row_travels_once_and_gradients_do_not() -> None:
+def test_a_row_travels_once_and_gradients_do_not():
     group, model = Counted(), table()
     cut_model(model, layers_to_cut(model, {"0": vocabulary}, 2), TPGroup(group), Group("data"), [])
     model(torch.tensor([[0, 1, 6] * 50] * 10)).sum().backward()
@@ -89,7 +89,7 @@ def test_a_row_travels_once_and_gradients_do_not() -> None:
 
 
 @pytest.mark.parametrize("index", [-1, ROWS])
-def test_indices_that_no_rank_has(index: int) -> None:
+def test_indices_that_no_rank_has(index):
     model = table()
     cut_model(model, layers_to_cut(model, {"0": vocabulary}, 2), TPGroup(Counted()), Group("data"), [])
     with pytest.raises(IndexError, match="index out of range in 0"):

@@ -56,7 +56,7 @@ def order(made: TorchTask, index: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("size", [8, 4, 2])
-def test_a_shuffling_loader_is_its_dataset(size: int) -> None:
+def test_a_shuffling_loader_is_its_dataset(size):
     made = task(data.DataLoader(PAIRS, size, shuffle=True, num_workers=2), data.DataLoader(PAIRS, 5))
     assert made.train is PAIRS
     assert made.validation is PAIRS
@@ -64,12 +64,12 @@ def test_a_shuffling_loader_is_its_dataset(size: int) -> None:
     assert made.collate is None
 
 
-def test_a_loader_that_does_not_shuffle_keeps_the_order() -> None:
+def test_a_loader_that_does_not_shuffle_keeps_the_order():
     assert order(task(data.DataLoader(PAIRS, 4))) == list(range(N))
     assert task(data.DataLoader(PAIRS, 4), batches=Batches((8, 4, 4), "none", drop_last=False)).sampler is None
 
 
-def test_known_samplers_are_taken() -> None:
+def test_known_samplers_are_taken():
     weights = [0.0] * (N - 1) + [1.0]
     drawn = task(data.DataLoader(PAIRS, 4, sampler=data.WeightedRandomSampler(weights, 7)))
     assert order(drawn) == [N - 1] * 7
@@ -83,7 +83,7 @@ def test_known_samplers_are_taken() -> None:
 
 
 @pytest.mark.parametrize(("dataset", "collate_fn"), [(Words(), padded), (PAIRS, scaled)])
-def test_collate_fn_gives_the_batches_that_the_loader_gives(dataset: Any, collate_fn: Any) -> None:
+def test_collate_fn_gives_the_batches_that_the_loader_gives(dataset, collate_fn):
     loader = data.DataLoader(dataset, 4, collate_fn=collate_fn)
     made = task(loader, data.DataLoader(dataset, 3, collate_fn=collate_fn))
     expected = next(iter(loader))
@@ -143,28 +143,28 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_the_one_thing_that_would_mean_something_else_is_named(case: str) -> None:
+def test_the_one_thing_that_would_mean_something_else_is_named(case):
     make, what, fix = WRONG[case]
     with pytest.raises(UserError, match=what) as caught:
         make()
     assert fix in caught.value.fix
 
 
-def test_tasks_without_loaders_are_left_alone() -> None:
+def test_tasks_without_loaders_are_left_alone():
     arrays = {"x": np.ones((3, 2))}
     given = TorchTask(model=None, train=arrays, validation={"a": arrays})
     assert without_loaders(given, BATCHES) is given
 
 
-def test_a_dataset_of_hugging_face_is_read_like_one_of_torch() -> None:
+def test_a_dataset_of_hugging_face_is_read_like_one_of_torch():
     class Dataset:
         __module__ = "datasets.arrow_dataset"
         format: ClassVar[dict[str, str | None]] = {"type": None}
 
-        def __len__(self) -> int:
+        def __len__(self):
             return N
 
-        def __getitem__(self, index: int) -> dict[str, Any]:
+        def __getitem__(self, index):
             return {"pixels": [float(index), 0.0], "label": index}
 
     opened = open_dataset(Dataset())

@@ -1,7 +1,5 @@
 """torch Datasets as data."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -14,19 +12,19 @@ X = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
 Y = np.arange(20)
 
 
-def test_a_map_style_dataset_is_read_by_index() -> None:
+def test_a_map_style_dataset_is_read_by_index():
     dataset = open_dataset(torch.utils.data.TensorDataset(torch.from_numpy(X), torch.from_numpy(Y)))
     assert dataset.fields == {"x": Field((3,), X.dtype), "y": Field((), Y.dtype)}
     samples = dataset.read(np.array([7, 0]))
     assert np.array_equal(samples["x"], X[[7, 0]]) and samples["y"].tolist() == [7, 0]
 
 
-def test_samples_may_be_dicts_and_tuples_may_be_named() -> None:
+def test_samples_may_be_dicts_and_tuples_may_be_named():
     class Dicts(torch.utils.data.Dataset):
-        def __len__(self) -> int:
+        def __len__(self):
             return 20
 
-        def __getitem__(self, index: int) -> dict[str, object]:
+        def __getitem__(self, index):
             return {"image": X[index], "label": index}
 
     assert list(open_dataset(Dicts()).fields) == ["image", "label"]
@@ -37,12 +35,12 @@ def test_samples_may_be_dicts_and_tuples_may_be_named() -> None:
         open_dataset(pair, ["image"])
 
 
-def test_a_failing_or_different_sample_is_named() -> None:
+def test_a_failing_or_different_sample_is_named():
     class Bad(torch.utils.data.Dataset):
-        def __len__(self) -> int:
+        def __len__(self):
             return 20
 
-        def __getitem__(self, index: int) -> torch.Tensor:
+        def __getitem__(self, index):
             if index == 7:
                 raise OSError("unreadable")
             return torch.zeros(4 if index == 9 else 3)
@@ -54,11 +52,11 @@ def test_a_failing_or_different_sample_is_named() -> None:
         dataset.read(np.array([8, 9]))
 
 
-def test_what_has_no_random_access_is_refused() -> None:
+def test_what_has_no_random_access_is_refused():
     pair = torch.utils.data.TensorDataset(torch.from_numpy(X))
 
     class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self) -> Iterator[int]:
+        def __iter__(self):
             return iter([1])
 
     for source, what in ((torch.utils.data.DataLoader(pair), "DataLoader"), (Stream(), "no random access")):

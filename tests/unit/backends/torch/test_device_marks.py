@@ -1,9 +1,5 @@
 """Phases on a device whose stream waits for other ranks by itself, while the host continues."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -13,17 +9,17 @@ from hpctrain.monitor.ring_clock import RingClock
 from hpctrain.train.clock import Neighbours, Phase
 
 
-def test_waits_of_the_stream_count_as_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_of_the_stream_count_as_exchange(monkeypatch):
     class Event:
         """Is reached when the stream, whose work the host has queued, gets there."""
 
-        def record(self) -> None:
+        def record(self):
             self.at_ms = stream_ms
 
-        def query(self) -> bool:
+        def query(self):
             return True
 
-        def elapsed_time(self, later: Any) -> float:
+        def elapsed_time(self, later):
             return float(later.at_ms - self.at_ms)
 
     stream_ms = 0

@@ -47,7 +47,7 @@ class Queue:
         return self.messages[-1]
 
 
-def test_what_is_through_is_freed_before_the_end_of_an_update() -> None:
+def test_what_is_through_is_freed_before_the_end_of_an_update():
     ranks = Queue()
     exchange = TorchExchange(ProcessGroup(Group("pipeline"), ranks, torch.device("cpu")), Waiting(NO_CLOCK))
     held: list[weakref.ref[Tensor]] = []
@@ -79,7 +79,7 @@ class Noted(HostExchange):
     ("able", "exact", "wanted"),
     [(True, False, torch.bfloat16), (True, True, torch.float32), (False, False, torch.float32)],
 )
-def test_16_bit_values_are_added_in_fp32_unless_asked_and_able(able: bool, exact: bool, wanted: torch.dtype) -> None:
+def test_16_bit_values_are_added_in_fp32_unless_asked_and_able(able, exact, wanted):
     exchange = Noted(able)
     tp_group = TPGroup(exchange.group, exchange=exchange, exact=exact)
     for dtype in (torch.bfloat16, torch.float64):
@@ -87,7 +87,7 @@ def test_16_bit_values_are_added_in_fp32_unless_asked_and_able(able: bool, exact
     assert exchange.added == [wanted, torch.float64]
 
 
-def test_a_sum_that_horovod_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sum_that_horovod_never_ends_is_given_up(monkeypatch):
     ticks, slept = itertools.count(step=MOST_COUNTED_S), set[float]()
     monkeypatch.setattr("hpctrain.comm.group.time", SimpleNamespace(monotonic=lambda: next(ticks), sleep=slept.add))
     monkeypatch.setattr(os, "sched_yield", lambda: slept.add(0))
@@ -98,7 +98,7 @@ def test_a_sum_that_horovod_never_ends_is_given_up(monkeypatch: pytest.MonkeyPat
     assert slept == {POLL_S}  # never more often: each poll stops Horovod's thread
 
 
-def test_horovods_messages_are_few_in_all_however_gradients_are_divided() -> None:
+def test_horovods_messages_are_few_in_all_however_gradients_are_divided():
     names: list[str] = []
     horovod = SimpleNamespace(grouped_allreduce_async_=lambda *_, name, **__: names.append(name), Sum=0)
     whole = torch.zeros(1, device="meta").expand(2**21)  # 8 MiB

@@ -1,7 +1,5 @@
 """Flat weights of torch models: in dtypes that neither NumPy nor MPI adds, and after they have moved."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -13,7 +11,7 @@ from hpctrain.train.stateful import value_of
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_of_16_bits_make_outer_steps_in_float32_and_load_what_was_saved(dtype: torch.dtype) -> None:
+def test_weights_of_16_bits_make_outer_steps_in_float32_and_load_what_was_saved(dtype):
     weights = torch.linspace(-1, 1, 6, dtype=dtype)
     flat = TorchFlatWeights(Group("ranks"), None, [weights[:4], weights[4:]])
     outer = OuterStep(flat, flat.weights(), 0.5, 0.9, 0)
@@ -27,7 +25,7 @@ def test_weights_of_16_bits_make_outer_steps_in_float32_and_load_what_was_saved(
     assert torch.equal(flat.array(saved), outer.outer)
 
 
-def test_weights_are_those_of_the_model_after_a_task_has_given_it_other_memory() -> None:
+def test_weights_are_those_of_the_model_after_a_task_has_given_it_other_memory():
     layer = torch.nn.Linear(2, 2)
     flat = TorchFlatWeights(Group("ranks"), None, list(layer.parameters()))
     torch.nn.utils.vector_to_parameters(torch.arange(6.0), layer.parameters())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -40,7 +39,7 @@ def on(model: nn.Module, *shape: int) -> Flops | None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_training_takes_three_forward_passes(name: str) -> None:
+def test_training_takes_three_forward_passes(name):
     make, shape, forward = MODELS[name]
     found = on(make(), *shape)
     assert found is not None
@@ -53,11 +52,11 @@ def test_training_takes_three_forward_passes(name: str) -> None:
     [nn.LSTM(8, 4), nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4).requires_grad_(False)), nn.LayerNorm(8)],
     ids=["kernels that are not known", "weights that are not trained", "no products"],
 )
-def test_what_cannot_be_counted_is_left_out(model: nn.Module) -> None:
+def test_what_cannot_be_counted_is_left_out(model):
     assert on(model, 3, 8) is None
 
 
-def test_random_numbers_are_those_of_one_call() -> None:
+def test_random_numbers_are_those_of_one_call():
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout())
     outputs: list[torch.Tensor] = []
     states = []
@@ -81,14 +80,14 @@ class Shy(nn.Linear):
         return super().forward(x)
 
 
-def test_a_model_that_cannot_be_counted_is_called_all_the_same() -> None:
+def test_a_model_that_cannot_be_counted_is_called_all_the_same():
     assert on(Shy(8, 4), 8) is None
 
 
-def test_a_call_in_which_ranks_meet_is_made_once() -> None:
+def test_a_call_in_which_ranks_meet_is_made_once():
     calls = []
 
-    def call() -> None:
+    def call():
         calls.append(1)
         raise RuntimeError("of this rank's counter")
 
@@ -97,8 +96,8 @@ def test_a_call_in_which_ranks_meet_is_made_once() -> None:
     assert len(calls) == 1
 
 
-def test_errors_of_the_call_pass_through() -> None:
-    def fails(**_: Any) -> None:
+def test_errors_of_the_call_pass_through():
+    def fails(**_):
         raise UserError("wrong", "mend it")
 
     with pytest.raises(UserError, match="wrong"):
@@ -106,7 +105,7 @@ def test_errors_of_the_call_pass_through() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_a_devices_peak_is_measured_in_the_models_type(dtype: torch.dtype) -> None:
+def test_a_devices_peak_is_measured_in_the_models_type(dtype):
     before = torch.get_rng_state()
     assert 1e8 < peak_per_s(torch.device("cpu"), dtype) < 1e14
     assert torch.equal(torch.get_rng_state(), before)

@@ -56,7 +56,7 @@ class Block(nn.Module):
         self.parts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
 
 
-def test_layers_are_what_lists_and_sequences_are_made_of() -> None:
+def test_layers_are_what_lists_and_sequences_are_made_of():
     assert names_of(Gpt()) == ["blocks.0", "blocks.1"]
     assert names_of(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Sequential(nn.Linear(2, 2)))) == ["0", "2.0"]
     assert names_of(nn.Linear(2, 2)) == []
@@ -70,19 +70,19 @@ class Unlisted(nn.Module):
         self.up, self.down = nn.Linear(2, 2), nn.Linear(2, 2)
 
 
-def test_blocks_beside_each_other_are_layers_too() -> None:
+def test_blocks_beside_each_other_are_layers_too():
     assert names_of(Model(first=Unlisted(), second=Unlisted(), head=nn.Linear(2, 2))) == ["first", "second"]
     assert names_of(Model(encoder=Block(), decoder=Block())) == [
         f"{stack}.parts.{number}" for stack in ("encoder", "decoder") for number in (0, 1)
     ], "a stack is not a layer"
 
 
-def test_a_block_is_gathered_as_a_whole() -> None:
+def test_a_block_is_gathered_as_a_whole():
     model = Model(stages=nn.ModuleList([nn.ModuleList([Block(), Block()])]), heads=nn.ModuleDict({"a": Block()}))
     assert names_of(model) == ["stages.0.0", "stages.0.1", "heads.a"]
 
 
-def test_layers_are_those_of_named_classes() -> None:
+def test_layers_are_those_of_named_classes():
     model = Model(first=Block(), other=Unlisted(), head=nn.Linear(2, 2))
     assert [type(layer) for layer in layers_of(model, ["Block", "Unlisted"])] == [Block, Unlisted]
     assert len(layers_of(model, ["Linear"])) == 5
@@ -95,12 +95,12 @@ class Experts(nn.ModuleList):
     """A list by another name."""
 
 
-def test_what_cannot_be_called_is_no_layer() -> None:
+def test_what_cannot_be_called_is_no_layer():
     lists = nn.ModuleList([Experts([nn.Linear(2, 2), Block()]), nn.ParameterList([nn.Parameter(torch.ones(2))])])
     assert names_of(Model(lists=lists)) == ["lists.0.0", "lists.0.1"]
 
 
-def test_a_pytorch_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pytorch_that_is_too_old_is_named(monkeypatch):
     for version, fits in [("2.9.1", False), ("2.11.0+cu130", True)]:
         monkeypatch.setattr(torch, "__version__", TorchVersion(version))
         with nullcontext() if fits else pytest.raises(UserError, match=r"PyTorch 2\.11 or newer, and this is 2\.9\.1"):
@@ -117,20 +117,20 @@ class Unused:
         self.unsharded_accumulated_grad = None if added is None else torch.full((2,), added)
 
 
-def test_parameters_that_a_pass_has_not_used_get_zeros_before_they_are_summed() -> None:
+def test_parameters_that_a_pass_has_not_used_get_zeros_before_they_are_summed():
     """As PyTorch 2.13 gives them by a setting."""
     every = [Unused(3.0), Unused(None), Unused(None, added=2.0), Unused(None, is_trained=False)]
     for sums in (False, True):
         seen: list[list[float] | None] = []
 
-        def end(seen: list[list[float] | None] = seen) -> None:
+        def end(seen=seen):
             seen += [None if (slope := one.unsharded_param.grad) is None else slope.tolist() for one in every]
 
         complete_gradients(SimpleNamespace(reduce_grads=sums, fsdp_params=every), end)
         assert seen == [[3.0, 3.0], [0.0, 0.0] if sums else None, None, None]
 
 
-def test_layers_that_share_a_parameter_are_left_to_the_model() -> None:
+def test_layers_that_share_a_parameter_are_left_to_the_model():
     one, other, third = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
     other.weight = one.weight
     assert names_of(Model(layers=nn.ModuleList([one, other, third]))) == ["layers.2"]
@@ -141,7 +141,7 @@ def test_layers_that_share_a_parameter_are_left_to_the_model() -> None:
 
 
 @given(st.integers(0, 50), st.integers(1, 9))
-def test_rows_are_those_that_fsdp_shares_out(rows: int, ranks: int) -> None:
+def test_rows_are_those_that_fsdp_shares_out(rows, ranks):
     ends = [part_of_rows(rows, rank, ranks) for rank in range(ranks)]
     chunks = torch.arange(rows).chunk(ranks) if rows else ()
     found = [list(range(begin, end)) for begin, end in ends]
@@ -150,7 +150,7 @@ def test_rows_are_those_that_fsdp_shares_out(rows: int, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("device", "word"), [("cpu", "gloo"), ("cuda:1", "nccl")])
-def test_the_device_says_what_moves_tensors(device: str, word: str) -> None:
+def test_the_device_says_what_moves_tensors(device, word):
     assert word_of(torch.device(device)) == word
 
 
@@ -167,7 +167,7 @@ def one_rank() -> Iterator[ShardGroups]:
 @pytest.mark.parametrize(
     ("model", "shard"), [(nn.Linear(2, 2), "parameters"), (nn.Sequential(nn.Linear(2, 2), nn.Tanh()), "gradients")]
 )
-def test_updates_use_the_weights_of_their_begin(model: nn.Module, shard: Any, one_rank: ShardGroups) -> None:
+def test_updates_use_the_weights_of_their_begin(model, shard, one_rank):
     """A hook may have called the model without a backward pass, and have changed the weights after that."""
     inputs = torch.ones(1, 2)
     partition = shard_model(model, uncut(), one_rank, Compute(torch.device("cpu")), ParallelConfig(shard=shard))
@@ -182,7 +182,7 @@ def test_updates_use_the_weights_of_their_begin(model: nn.Module, shard: Any, on
 
 
 @pytest.mark.parametrize(("shard", "stays"), [("gradients", True), ("parameters", False)])
-def test_layers_stay_whole_between_micro_batches(shard: Any, stays: bool, one_rank: ShardGroups) -> None:
+def test_layers_stay_whole_between_micro_batches(shard, stays, one_rank):
     """Of which all ranks have some of their own: they are gathered once per update."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     ranks: Any = None  # it only closes them
@@ -205,7 +205,7 @@ class Noisy(nn.Linear):
         self.random = torch.Generator()
 
 
-def test_what_layers_hold_is_saved_as_without_sharding(one_rank: ShardGroups) -> None:
+def test_what_layers_hold_is_saved_as_without_sharding(one_rank):
     """FSDP2 makes them objects of a class of PyTorch's."""
     model = nn.Sequential(Noisy(), Noisy())
     state = TaskState(torch.optim.SGD(model.parameters()), {}, model)

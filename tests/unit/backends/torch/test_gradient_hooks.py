@@ -56,7 +56,7 @@ def hooked(hook: Callable[[Tensor], Any], dtype: torch.dtype = torch.float32) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", LINEAR)
-def test_linear_hooks_stay(name: str, dtype: torch.dtype) -> None:
+def test_linear_hooks_stay(name, dtype):
     before = torch.get_rng_state()
     model = hooked(LINEAR[name], dtype)
     values = model[2].weight.clone()
@@ -68,7 +68,7 @@ def test_linear_hooks_stay(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", OTHERS)
-def test_others_are_refused_by_name(name: str, dtype: torch.dtype) -> None:
+def test_others_are_refused_by_name(name, dtype):
     with pytest.raises(UserError, match=r"(?s)^2\.weight has a hook .*not linear.*register_step_pre_hook"):
         require_linear_hooks(hooked(OTHERS[name], dtype))
 
@@ -84,19 +84,19 @@ def accumulating(change: Callable[[Tensor], object]) -> nn.Module:
     return model
 
 
-def test_hooks_after_accumulation_are_tried_too() -> None:
+def test_hooks_after_accumulation_are_tried_too():
     require_linear_hooks(accumulating(lambda gradient: gradient.mul_(2)))
     require_linear_hooks(accumulating(lambda gradient: None))
     with pytest.raises(UserError, match=r"^0\.bias has a hook"):
         require_linear_hooks(accumulating(lambda gradient: gradient.clamp_(-1, 1)))
 
 
-def test_an_optimizer_that_steps_in_the_backward_pass_is_refused_and_has_changed_nothing() -> None:
+def test_an_optimizer_that_steps_in_the_backward_pass_is_refused_and_has_changed_nothing():
     model = plain_model()
     values = model[0].weight.clone()
     inner = torch.optim.SGD([model[0].weight], lr=0.1)
 
-    def step(parameter: Tensor) -> None:
+    def step(parameter):
         inner.step()
         inner.zero_grad()
 
@@ -107,11 +107,11 @@ def test_an_optimizer_that_steps_in_the_backward_pass_is_refused_and_has_changed
 
 
 @pytest.mark.parametrize("place", ["parameter", "module", "activation"])
-def test_what_hooks_do_does_not_depend_on_the_number_of_micro_batches(place: str) -> None:
+def test_what_hooks_do_does_not_depend_on_the_number_of_micro_batches(place):
     """Hooks of modules and activations see gradients of the mean over the global batch, so they may limit them."""
 
     class Limited(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.inner = plain_model()
             if place == "parameter":
@@ -119,7 +119,7 @@ def test_what_hooks_do_does_not_depend_on_the_number_of_micro_batches(place: str
             if place == "module":
                 self.inner[2].register_full_backward_hook(lambda module, ins, outs: (ins[0].clamp(-1e-3, 1e-3),))
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             hidden = self.inner[:2](x)
             if place == "activation" and hidden.requires_grad:
                 hidden.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
@@ -139,7 +139,7 @@ def test_what_hooks_do_does_not_depend_on_the_number_of_micro_batches(place: str
         torch.testing.assert_close(ours, theirs)
 
 
-def test_a_step_hook_sees_the_averaged_gradient() -> None:
+def test_a_step_hook_sees_the_averaged_gradient():
     """It is the advice that is given."""
     seen: list[Tensor] = []
     framework = make_framework(alone(), accumulate=3)

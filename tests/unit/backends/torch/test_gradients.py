@@ -46,7 +46,7 @@ def make(
     return FlatReducer("test", parameters, FlatGradients(parameters, recorder.flat, layout, ready), recorder), recorder
 
 
-def test_gradients_that_arrive_early_come_behind_the_loss_and_in_parts() -> None:
+def test_gradients_that_arrive_early_come_behind_the_loss_and_in_parts():
     model = network()
     reducer, recorder = make(model, 64)
     waited: list[float] = []
@@ -90,7 +90,7 @@ def expected(seeds: tuple[int, ...] = (1,)) -> list[torch.Tensor]:
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
-def test_numbers_are_shown_before_they_are_read_unless_gradients_arrive_later() -> None:
+def test_numbers_are_shown_before_they_are_read_unless_gradients_arrive_later():
     model = network()
     reducer, _ = make(model)
     reducer.needs_norm = True
@@ -109,7 +109,7 @@ def test_numbers_are_shown_before_they_are_read_unless_gradients_arrive_later() 
     assert len(shown) == 1, "for one update only"
 
 
-def test_a_backward_pass_between_updates_sends_nothing() -> None:
+def test_a_backward_pass_between_updates_sends_nothing():
     model = network()
     reducer, recorder = make(model, 64)
     for _ in range(2):
@@ -129,7 +129,7 @@ def test_a_backward_pass_between_updates_sends_nothing() -> None:
 
 @pytest.mark.parametrize("bucket", [None, 64])
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_gradients_are_autograds_own(bucket: int | None, channels_last: bool) -> None:
+def test_gradients_are_autograds_own(bucket, channels_last):
     model = network()
     if channels_last:
         model.to(memory_format=torch.channels_last)
@@ -155,7 +155,7 @@ def is_in(parameter: nn.Parameter, recorder: Recorder) -> bool:
 @pytest.mark.parametrize("bucket", [None, 64])
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("passes", [1, 2])
-def test_large_gradients_stay_where_autograd_left_them(bucket: int | None, channels_last: bool, passes: int) -> None:
+def test_large_gradients_stay_where_autograd_left_them(bucket, channels_last, passes):
     model = network()
     if channels_last:
         model.to(memory_format=torch.channels_last)
@@ -184,7 +184,7 @@ def test_large_gradients_stay_where_autograd_left_them(bucket: int | None, chann
     assert is_in(model[3].weight, recorder) and model[3].weight.grad.abs().sum() == 0
 
 
-def test_complex_gradients_stay_too() -> None:
+def test_complex_gradients_stay_too():
     model = nn.ParameterList([torch.ones(60, dtype=torch.complex64)])
     reducer, recorder = make(model, apart=100)
     reducer.begin()
@@ -195,7 +195,7 @@ def test_complex_gradients_stay_too() -> None:
     assert torch.equal(values, torch.view_as_real(model[0].grad).flatten())
 
 
-def test_conjugates_are_copied() -> None:
+def test_conjugates_are_copied():
     """Of a conjugate, PyTorch keeps the original and a mark."""
     weight = nn.Parameter(torch.randn(60, dtype=torch.complex64))
     reducer, _ = make(nn.ParameterList([weight]), apart=100)
@@ -208,7 +208,7 @@ def test_conjugates_are_copied() -> None:
 
 
 @pytest.mark.parametrize("other", ["activation", "hook", "type"])
-def test_large_gradients_whose_memory_has_another_use_are_copied(other: str) -> None:
+def test_large_gradients_whose_memory_has_another_use_are_copied(other):
     weight = nn.Parameter(torch.ones(128, dtype=torch.float64 if other == "type" else torch.float32))
     reducer, recorder = make(nn.ParameterList([weight]), apart=100)
     if other == "hook":
@@ -222,7 +222,7 @@ def test_large_gradients_whose_memory_has_another_use_are_copied(other: str) -> 
     assert torch.equal(recorder.flat[:128].to(weight.dtype), weight.grad)
 
 
-def test_one_rank_adds_and_scales_gradients_apart_that_autograd_has_in_the_same_memory() -> None:
+def test_one_rank_adds_and_scales_gradients_apart_that_autograd_has_in_the_same_memory():
     one, two = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
     reducer = NoReducer([("one", one), ("two", two)])
     for passes in (1, 2):
@@ -237,7 +237,7 @@ def test_one_rank_adds_and_scales_gradients_apart_that_autograd_has_in_the_same_
 
 
 @pytest.mark.parametrize("cleared", [True, False])
-def test_several_backward_passes_add_up(cleared: bool) -> None:
+def test_several_backward_passes_add_up(cleared):
     model = network()
     reducer, _ = make(model, 64)
     for _ in range(2):
@@ -254,7 +254,7 @@ def test_several_backward_passes_add_up(cleared: bool) -> None:
             torch.testing.assert_close(parameter.grad, wanted)
 
 
-def test_buckets_leave_in_order_and_the_last_waits_for_the_loss() -> None:
+def test_buckets_leave_in_order_and_the_last_waits_for_the_loss():
     model = network()
     reducer, recorder = make(model, 64)
     bounds = [(bucket.begin, bucket.end) for bucket in reducer.flat_gradients.layout.buckets]
@@ -266,7 +266,7 @@ def test_buckets_leave_in_order_and_the_last_waits_for_the_loss() -> None:
     assert recorder.sent == bounds
 
 
-def test_a_parameter_without_a_part_in_the_loss_contributes_zeros() -> None:
+def test_a_parameter_without_a_part_in_the_loss_contributes_zeros():
     model = network()
     reducer, recorder = make(model, 64)
     reducer.begin()
@@ -276,7 +276,7 @@ def test_a_parameter_without_a_part_in_the_loss_contributes_zeros() -> None:
     assert len(recorder.sent) == len(reducer.flat_gradients.layout.buckets)
 
 
-def test_a_bucket_waits_for_each_of_its_gradients_however_often_others_are_computed() -> None:
+def test_a_bucket_waits_for_each_of_its_gradients_however_often_others_are_computed():
     """As by reentrant checkpoints of shared layers: a count of gradients would send it with last time's values."""
     used, unused, last = (nn.Parameter(torch.ones(16)) for _ in range(3))
     model = nn.ParameterList([last, unused, used])
@@ -289,7 +289,7 @@ def test_a_bucket_waits_for_each_of_its_gradients_however_often_others_are_compu
     assert used.grad.eq(3).all() and unused.grad.eq(0).all()
 
 
-def test_one_rank_gives_it_zeros_too_so_that_weight_decay_treats_it_alike() -> None:
+def test_one_rank_gives_it_zeros_too_so_that_weight_decay_treats_it_alike():
     model = network()
     reducer = NoReducer(list(model.named_parameters()))
     reducer.begin()
@@ -298,7 +298,7 @@ def test_one_rank_gives_it_zeros_too_so_that_weight_decay_treats_it_alike() -> N
     assert model[0].weight.grad is not None and model[0].weight.grad.eq(0).all()
 
 
-def test_a_second_backward_after_sending_is_refused() -> None:
+def test_a_second_backward_after_sending_is_refused():
     model = network()
     reducer, _ = make(model, 64)
     reducer.begin()
@@ -307,7 +307,7 @@ def test_a_second_backward_after_sending_is_refused() -> None:
         loss(model, 2).backward()
 
 
-def test_other_types_are_summed_in_the_buffers() -> None:
+def test_other_types_are_summed_in_the_buffers():
     model = nn.Linear(4, 3).to(torch.bfloat16)
     reducer, _ = make(model)
     reducer.begin()
@@ -317,7 +317,7 @@ def test_other_types_are_summed_in_the_buffers() -> None:
     assert model.weight.grad.eq(2).all()
 
 
-def test_what_is_scaled_is_what_the_optimizer_reads_whatever_the_types() -> None:
+def test_what_is_scaled_is_what_the_optimizer_reads_whatever_the_types():
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2).to(torch.bfloat16))
     reducer, _ = make(model)
     reducer.begin()
@@ -327,7 +327,7 @@ def test_what_is_scaled_is_what_the_optimizer_reads_whatever_the_types() -> None
     assert all(parameter.grad is not None and parameter.grad.eq(1).all() for parameter in model.parameters())
 
 
-def test_closing_gives_gradients_back_to_autograd() -> None:
+def test_closing_gives_gradients_back_to_autograd():
     model = network()
     reducer, recorder = make(model)
     reducer.close()
@@ -337,7 +337,7 @@ def test_closing_gives_gradients_back_to_autograd() -> None:
         assert parameter.grad.untyped_storage().data_ptr() != recorder.flat.untyped_storage().data_ptr()
 
 
-def test_one_rank_divides_weighted_losses_too() -> None:
+def test_one_rank_divides_weighted_losses_too():
     model = network()
     reducer = NoReducer(list(model.named_parameters()))
     reducer.begin()

@@ -37,21 +37,21 @@ def export(tmp_path: Path, output: str, forward: Callable[[Any, Any], Any] = fir
     return trained.eval()
 
 
-def test_a_graph_has_the_trained_weights_and_takes_any_number_of_samples(tmp_path: Path) -> None:
+def test_a_graph_has_the_trained_weights_and_takes_any_number_of_samples(tmp_path):
     trained, x = export(tmp_path, "model.pt2"), torch.randn(5, 4)
     graph = torch.export.load(tmp_path / "model.pt2").module()
     torch.testing.assert_close(graph(x), trained(x), rtol=0, atol=0)
 
 
-def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="onnx and onnxscript not installed") as caught:
         export(tmp_path, "model.onnx")
     assert caught.value.fix == "pip install onnx onnxscript"
 
 
-def test_a_model_that_looks_at_values_is_refused(tmp_path: Path) -> None:
-    def looks(model: Any, batch: Any) -> Any:
+def test_a_model_that_looks_at_values_is_refused(tmp_path):
+    def looks(model, batch):
         return model(batch["x"]) if batch["x"].sum() > 0 else batch["x"]
 
     with pytest.raises(UserError, match="cannot be traced"):
@@ -59,13 +59,13 @@ def test_a_model_that_looks_at_values_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "model.pt2").exists()
 
 
-def test_a_graph_that_cannot_be_written_is_not_called_untraceable(tmp_path: Path) -> None:
+def test_a_graph_that_cannot_be_written_is_not_called_untraceable(tmp_path):
     with pytest.raises(UserError, match=r"model[.]pt2 cannot be written: No such file"):
         export(tmp_path, "missing/model.pt2")
 
 
-def test_weights_beside_a_large_onnx_graph_are_named_after_it(tmp_path: Path) -> None:
-    def save(path: str) -> None:
+def test_weights_beside_a_large_onnx_graph_are_named_after_it(tmp_path):
+    def save(path):
         Path(path).write_text(f"weights: {Path(path).name}.data")
         Path(f"{path}.data").write_text("weights")
 
@@ -83,7 +83,7 @@ def test_weights_beside_a_large_onnx_graph_are_named_after_it(tmp_path: Path) ->
     ],
     ids=["get", "by name", "as a dict"],
 )
-def test_arrays_are_inputs_however_forward_reads_them(forward: Any, tmp_path: Path) -> None:
+def test_arrays_are_inputs_however_forward_reads_them(forward, tmp_path):
     batch = {"x": BATCH["x"], "mask": np.zeros((2, 1), np.float32)}
     model = torch.nn.Linear(4, 3)
     torch.save(model.state_dict(), tmp_path / "weights.pt")

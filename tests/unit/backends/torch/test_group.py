@@ -57,13 +57,13 @@ def busy() -> Callable[..., threading.Event]:
     rest.set()
 
 
-def test_the_end_waits_until_gloos_threads_have_nothing_left_to_do(busy: Callable[..., threading.Event]) -> None:
+def test_the_end_waits_until_gloos_threads_have_nothing_left_to_do(busy):
     over = busy(GLOO_THREAD)
     await_gloo(60)
     assert over.is_set()
 
 
-def test_the_end_does_not_wait_for_others_nor_for_ever(busy: Callable[..., threading.Event]) -> None:
+def test_the_end_does_not_wait_for_others_nor_for_ever(busy):
     others = busy("numpy", 100)
     await_gloo(60)
     assert not others.is_set()
@@ -72,7 +72,7 @@ def test_the_end_does_not_wait_for_others_nor_for_ever(busy: Callable[..., threa
     assert not over.is_set()
 
 
-def test_nccl_does_not_add_in_switches_unless_the_user_lets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_does_not_add_in_switches_unless_the_user_lets_it(monkeypatch):
     first, other = IN_SWITCHES
     monkeypatch.setenv(first, "1")
     monkeypatch.delenv(other, raising=False)
@@ -81,9 +81,7 @@ def test_nccl_does_not_add_in_switches_unless_the_user_lets_it(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("own", "nodes", "found"), [(None, 2, "=ib0"), (None, 1, None), ("eth1", 2, "eth1")])
-def test_nccl_uses_the_network_that_the_hosts_meet_on(
-    own: str | None, nodes: int, found: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nccl_uses_the_network_that_the_hosts_meet_on(own, nodes, found, monkeypatch):
     monkeypatch.setenv(INTERFACE, own or "")
     if own is None:
         monkeypatch.delenv(INTERFACE)
@@ -107,16 +105,14 @@ class OldGloo:
         self.options = options
 
 
-def test_gloo_of_pytorch_2_6_opens_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gloo_of_pytorch_2_6_opens_without_a_name(monkeypatch):
     monkeypatch.setattr(process_groups.dist, "ProcessGroupGloo", OldGloo)
     opened: Any = process_groups.gloo("10.4.0.1", None, 0, 2, timedelta(seconds=1), "data", [0, 1])  # type: ignore[arg-type]
     assert opened.options._devices == ["10.4.0.1"]
 
 
 @pytest.mark.parametrize(("version", "newer"), [("2.7.1", False), ("2.8.0", True), ("2.13.0+cpu", True)])
-def test_a_store_listens_on_an_open_socket_in_every_pytorch(
-    version: str, newer: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_listens_on_an_open_socket_in_every_pytorch(version, newer, monkeypatch):
     """The newer kind of store refuses one in PyTorch 2.6 and 2.7, and the first rank then hangs."""
     kinds: list[bool] = []
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ def shown(*words: str) -> Any:
 
 
 @pytest.mark.slow
-def test_weights_and_metrics_are_those_of_fit() -> None:
+def test_weights_and_metrics_are_those_of_fit():
     """The same operations in the same order give the same bits; ``evaluate`` adds up metrics in float32."""
     found = shown()
     assert len(found) > 7
@@ -34,6 +33,6 @@ def test_weights_and_metrics_are_those_of_fit() -> None:
 
 
 @pytest.mark.slow
-def test_files_of_keras_are_written_and_read(tmp_path: Path) -> None:
+def test_files_of_keras_are_written_and_read(tmp_path):
     """Plain Keras loads the whole model; a run begins with weights from a file, and so do their averages."""
     assert shown(str(tmp_path)) == dict.fromkeys(("whole", "initial", "averages", "left", "half"), 0)

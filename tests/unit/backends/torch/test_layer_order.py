@@ -48,11 +48,11 @@ class Seen:
 @pytest.mark.parametrize(
     ("calls", "said"), [((1, 1), None), ((2, 2), None), ((2, 1), "a backward pass"), ((1, 3), "a backward pass")]
 )
-def test_ranks_call_the_model_as_often(calls: tuple[int, int], said: str | None, waits: bool) -> None:
+def test_ranks_call_the_model_as_often(calls, said, waits):
     """The others would wait for a gather, and this rank for a sum, until a timeout."""
     group = Two()
 
-    def rank(number: int) -> str:
+    def rank(number):
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         order = LayerOrder(list(model), model, group.of(number), waits)
         try:

@@ -74,7 +74,7 @@ def of_sequence(*layers: nn.Module, loss: Any = mean, **more: Any) -> TorchTask:
 BATCH = {"x": np.ones((2, 4), np.float32)}
 
 
-def test_backward_passes_count_and_the_loss_counts_for_the_last_layer() -> None:
+def test_backward_passes_count_and_the_loss_counts_for_the_last_layer():
     told: list[Any] = []
     task = of_sequence(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), Back(4, 4), loss=slow_loss)
     assert chosen(task, BATCH, told).counts == [3, 1]
@@ -83,7 +83,7 @@ def test_backward_passes_count_and_the_loss_counts_for_the_last_layer() -> None:
     assert max(seconds[:3]) < PAUSE_S and seconds[3] >= 2 * PAUSE_S
 
 
-def test_layers_that_hand_on_nested_values_leave_no_trace() -> None:
+def test_layers_that_hand_on_nested_values_leave_no_trace():
     """With dropout, random numbers are where they were; no gradient is kept."""
     task, told = pipeline_tasks.gpt(dropout=0.5), list[Any]()
     assert isinstance(task.model, nn.Module)
@@ -115,7 +115,7 @@ def of_sets(*layers: nn.Module) -> TorchTask:
     return of_sequence(*layers, forward=lambda model, batch: next(iter(model(batch["x"]))))
 
 
-def test_no_stage_ends_where_a_layer_hands_on_what_cannot_be_sent() -> None:
+def test_no_stage_ends_where_a_layer_hands_on_what_cannot_be_sent():
     """Though its parameters alone would have the first layer be a stage."""
     told: list[Any] = []
     task = of_sets(HandsOnASet(4, 99), Opens(99, 4), HandsOnASet(4, 4))
@@ -125,14 +125,14 @@ def test_no_stage_ends_where_a_layer_hands_on_what_cannot_be_sent() -> None:
     assert counts == [2, 1] and seconds[0] == 0 < min(seconds[1:])
 
 
-def test_layers_of_which_none_can_be_apart_are_refused() -> None:
+def test_layers_of_which_none_can_be_apart_are_refused():
     with pytest.raises(
         UserError, match="layer 0 of layers= of the task passes on a value that another rank could not use"
     ):
         chosen(of_sets(HandsOnASet(4, 9), HandsOnASet(9, 4)), BATCH, [])
 
 
-def test_nothing_is_timed_if_it_is_known() -> None:
+def test_nothing_is_timed_if_it_is_known():
     task, told = of_sequence(nn.Linear(4, 4), nn.Linear(4, 4), Back(4, 4)), list[Any]()
     assert chosen(task, None, told, kept=(2, 1)).counts == [2, 1]
     given = dataclasses.replace(task, layers=lambda model: [list(model)[:1], list(model)[1:]])
@@ -140,7 +140,7 @@ def test_nothing_is_timed_if_it_is_known() -> None:
     assert told == []
 
 
-def test_errors_name_the_field_of_the_task() -> None:
+def test_errors_name_the_field_of_the_task():
     twice = of_sequence(nn.Linear(4, 4), nn.Linear(4, 4), forward=lambda model, batch: model(model(batch["x"])))
     with pytest.raises(UserError, match="forward calls the model twice"):
         chosen(twice, BATCH, [])

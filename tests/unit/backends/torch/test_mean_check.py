@@ -84,7 +84,7 @@ MEANS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("name", NO_MEANS)
-def test_a_loss_that_is_no_mean_is_refused_with_its_numbers(name: str) -> None:
+def test_a_loss_that_is_no_mean_is_refused_with_its_numbers(name):
     framework = make_framework(alone(), loss=NO_MEANS[name])
     with pytest.raises(
         UserError, match=r"(?s)loss is not a mean .* for 2 samples, .* for 4 others .*return \(sum, weight"
@@ -94,11 +94,11 @@ def test_a_loss_that_is_no_mean_is_refused_with_its_numbers(name: str) -> None:
 
 @pytest.mark.parametrize("model", [plain_model, noisy_model])
 @pytest.mark.parametrize("name", MEANS)
-def test_a_loss_that_can_be_averaged_is_accepted(name: str, model: Callable[[], nn.Module]) -> None:
+def test_a_loss_that_can_be_averaged_is_accepted(name, model):
     make_framework(alone(), model, loss=MEANS[name]).dry_call(batch())
 
 
-def test_the_numbers_are_those_of_the_parts() -> None:
+def test_the_numbers_are_those_of_the_parts():
     framework = make_framework(alone(), loss=lambda outputs, batch: outputs.sum() * 0 + len(outputs))
     said = "it is 2 for 2 samples, 4 for 4 others and 6 for all 6, and not 3.33333"
     with pytest.raises(UserError, match=f"(?s){said}"):
@@ -114,7 +114,7 @@ def test_the_numbers_are_those_of_the_parts() -> None:
         (lambda loss, n: (loss.sum() + 5, n), "sum that does not add up .* a penalty times the weight"),
     ],
 )
-def test_a_pair_that_is_no_sum_and_weight_is_refused(score: Callable[..., Any], said: str) -> None:
+def test_a_pair_that_is_no_sum_and_weight_is_refused(score, said):
     framework = make_framework(alone(), loss=lambda outputs, batch: score(each(outputs, batch), len(outputs)))
     with pytest.raises(UserError, match=f"(?s){said}"):
         framework.dry_call(batch())
@@ -143,17 +143,17 @@ def own_loss(reduction: Callable[[Tensor, Tensor], Tensor], noise: float = 0.0) 
     assert framework.model.training
 
 
-def test_a_loss_of_the_model_itself_is_tried_by_calling_the_model() -> None:
+def test_a_loss_of_the_model_itself_is_tried_by_calling_the_model():
     own_loss(lambda logits, labels: functional.mse_loss(logits[:, 0], labels.float()))
     with pytest.raises(UserError, match="loss is not a mean"):
         own_loss(functional.cross_entropy)
     own_loss(functional.cross_entropy, noise=1.0)  # random, so unknown
 
 
-def test_a_micro_batch_of_one_sample_is_tried_as_a_pair() -> None:
+def test_a_micro_batch_of_one_sample_is_tried_as_a_pair():
     """With one sample, a mean over its tokens looks like a mean over samples: the usual way to train large models."""
 
-    def loss(outputs: Tensor, batch: Any) -> Tensor:
+    def loss(outputs, batch):
         return (batch["mask"] * (outputs[:, :1] - batch["w"][:, None]) ** 2).sum() / batch["mask"].sum()
 
     framework = make_framework(alone(), loss=loss)
@@ -164,19 +164,19 @@ def test_a_micro_batch_of_one_sample_is_tried_as_a_pair() -> None:
     make_framework(alone(), loss=MEANS["mean"]).dry_call(one, (), pair)
 
 
-def test_rows_of_another_axis_are_not_taken_for_samples() -> None:
+def test_rows_of_another_axis_are_not_taken_for_samples():
     """As many time steps as samples: [time, samples, features]."""
 
-    def forward(model: nn.Module, batch: Any) -> Tensor:
+    def forward(model, batch):
         return torch.stack([model(batch["x"])] * len(batch["x"]))
 
-    def loss(outputs: Tensor, batch: Any) -> Tensor:
+    def loss(outputs, batch):
         return (outputs[..., 0] * batch["w"]).mean()
 
     make_framework(alone(), loss=loss, forward=forward).dry_call(batch())
 
 
-def test_a_metric_is_tried_as_well() -> None:
+def test_a_metric_is_tried_as_well():
     model = plain_model()
     metrics = {"mse": MEANS["mean"], "rmse": NO_MEANS["root"]}
     task = TorchTask(model, MEANS["mean"], sgd(model), None, metrics=metrics)
@@ -203,7 +203,7 @@ NAMED: dict[str, tuple[Any, Callable[[Tensor, Tensor], Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_losses_of_classes_are_weighted_by_what_counts(name: str) -> None:
+def test_losses_of_classes_are_weighted_by_what_counts(name):
     given, wanted = NAMED[name]
     outputs = torch.randn(ROWS, 3, 5, generator=torch.Generator().manual_seed(0))
     labels = torch.randint(0, 3, (ROWS, 5), generator=torch.Generator().manual_seed(1))
@@ -216,7 +216,7 @@ def test_losses_of_classes_are_weighted_by_what_counts(name: str) -> None:
     assert (float(unknown[0]), float(unknown[1])) == (0, 0)
 
 
-def test_probabilities_as_targets_are_averaged_over_all_positions() -> None:
+def test_probabilities_as_targets_are_averaged_over_all_positions():
     outputs, targets = torch.randn(ROWS, 3, 5), torch.rand(ROWS, 3, 5)
     total, weight = as_loss(nn.CrossEntropyLoss(CLASSES), ("x", "y"))(outputs, {"y": targets})
     torch.testing.assert_close(total / weight, nn.CrossEntropyLoss(CLASSES)(outputs, targets))

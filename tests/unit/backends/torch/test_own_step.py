@@ -62,20 +62,20 @@ def first_batch() -> dict[str, NDArray[Any]]:
     ],
     ids=["gan", "gan in micro-batches", "pairs", "pairs by rows", "weighted in micro-batches"],
 )
-def test_a_step_trains_as_a_loop_written_by_hand(task: Any, by_hand: Any, accumulate: int) -> None:
+def test_a_step_trains_as_a_loop_written_by_hand(task, by_hand, accumulate):
     framework = own.make_framework(alone(), task, accumulate=accumulate)
     own.train(framework, 8)
     np.testing.assert_allclose(own.weights(framework), own.plain(by_hand, task, 8), rtol=1e-12, atol=1e-13)
 
 
-def test_rehearsals_leave_no_trace() -> None:
+def test_rehearsals_leave_no_trace():
     wanted = own.make_framework(alone())
     rehearsed = own.make_framework(alone(), choice=Rehearsed)
     assert own.train(wanted, 3) == own.train(rehearsed, 3)
     assert own.weights(wanted) == own.weights(rehearsed)
 
 
-def test_state_by_name_resumes_bit_for_bit() -> None:
+def test_state_by_name_resumes_bit_for_bit():
     straight = own.make_framework(alone(), ema_decay=0.9, precision="fp16")
     reported = own.train(straight, 7)
     first = own.make_framework(alone(), ema_decay=0.9, precision="fp16")
@@ -96,7 +96,7 @@ def test_state_by_name_resumes_bit_for_bit() -> None:
     assert [name for name, array in values(second).items() if not equal(array, after[name])] == []
 
 
-def test_the_dry_call_leaves_everything_as_it_was() -> None:
+def test_the_dry_call_leaves_everything_as_it_was():
     framework = own.make_framework(alone(), ema_decay=0.9)
     own.train(framework, 2)
     before = values(framework)
@@ -107,8 +107,8 @@ def test_the_dry_call_leaves_everything_as_it_was() -> None:
     assert own.train(framework, 3, begin=2) == own.train(own.make_framework(alone(), ema_decay=0.9), 3)[2:]
 
 
-def test_what_is_reported() -> None:
-    def step(ctx: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
+def test_what_is_reported():
+    def step(ctx, batch):
         reported = own.gan_step(ctx, batch)
         for part in ctx.split(batch):
             ctx.log("first", part["x"][:, 0].mean())
@@ -129,9 +129,9 @@ def test_what_is_reported() -> None:
     assert own.train(named, 1)[0]["loss"] == 7
 
 
-def test_clipping_and_rates_are_those_of_each_optimizer() -> None:
-    def moved(factor: float, **train: Any) -> dict[str, float]:
-        def sgd() -> TorchTask:
+def test_clipping_and_rates_are_those_of_each_optimizer():
+    def moved(factor, **train):
+        def sgd():
             made = own.gan()
             optimizers = {name: torch.optim.SGD(model.parameters(), 1.0) for name, model in made.model.items()}
             return dataclasses.replace(made, optimizer=optimizers)
@@ -151,18 +151,18 @@ def test_clipping_and_rates_are_those_of_each_optimizer() -> None:
     assert moved(0.5, clip_norm=0.01) == pytest.approx({"generator": 0.005, "discriminator": 0.005})
 
 
-def test_low_precision_computes_with_the_new_weights_after_an_update() -> None:
+def test_low_precision_computes_with_the_new_weights_after_an_update():
     """Copies of the weights in 16 bits are kept within a step, but not over an update."""
     seen: list[list[Tensor]] = []
 
-    def step(ctx: Any, batch: dict[str, Tensor]) -> None:
+    def step(ctx, batch):
         points = batch["x"].float()
         before = ctx.model(points)
         ctx.backward(before.square().mean())
         ctx.update()
         seen.append([before.detach(), ctx.model(points).detach()])
 
-    def task() -> TorchTask:
+    def task():
         model = nn.Linear(6, 6)
         return TorchTask(model, None, torch.optim.SGD(model.parameters(), 0.5), own.samples(), step=step)
 
@@ -175,8 +175,8 @@ def test_low_precision_computes_with_the_new_weights_after_an_update() -> None:
         assert framework.model(torch.from_numpy(first_batch()["x"]).float()).equal(after)
 
 
-def test_the_loss_that_is_not_finite_is_named() -> None:
-    def step(ctx: Any, batch: dict[str, Tensor]) -> None:
+def test_the_loss_that_is_not_finite_is_named():
+    def step(ctx, batch):
         ctx.backward(ctx.models["generator"](batch["z"]).mean() * torch.inf, "generator")
         ctx.update("generator")
 
@@ -188,11 +188,11 @@ def test_the_loss_that_is_not_finite_is_named() -> None:
     assert framework.weights_hash() == before
 
 
-def test_evaluation_and_prediction_of_several_models() -> None:
-    def forward(models: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def test_evaluation_and_prediction_of_several_models():
+    def forward(models, batch):
         return {"image": models["generator"](batch["z"])}
 
-    def size(outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
+    def size(outputs, batch):
         return outputs["image"].square().mean()
 
     framework = own.make_framework(alone(), lambda: own.gan(forward=forward, metrics={"size": size}))
@@ -311,7 +311,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_steps(name: str) -> None:
+def test_wrong_steps(name):
     framework = own.make_framework(
         alone(), lambda: own.gan(step=wrong(name)), accumulate=3 if name in ("whole", "pieces", "early") else 1
     )
@@ -325,7 +325,7 @@ def test_wrong_steps(name: str) -> None:
 
 
 @pytest.mark.parametrize("step", [lambda ctx, batch: {}, lambda ctx, batch: ctx.log("skipped", 1.0)])
-def test_a_step_may_skip_the_first_batch_if_it_says_so(step: Any) -> None:
+def test_a_step_may_skip_the_first_batch_if_it_says_so(step):
     with closing(own.make_framework(alone(), lambda: own.gan(step=step))) as framework:
         framework.dry_call(first_batch())
 
@@ -359,7 +359,7 @@ def by_lbfgs() -> TorchTask:
     ],
     ids=["shared", "idle", "lbfgs", "name", "kind"],
 )
-def test_models_and_optimizers_that_do_not_go_together(task: Callable[[], TorchTask], message: str) -> None:
+def test_models_and_optimizers_that_do_not_go_together(task, message):
     with pytest.raises(UserError, match=message):
         own.make_framework(alone(), task)
 
@@ -375,7 +375,7 @@ def test_models_and_optimizers_that_do_not_go_together(task: Callable[[], TorchT
         ({"step": lambda ctx: None, "loss": None}, r"step of the task takes \(ctx\), not \(ctx, batch\)"),
     ],
 )
-def test_fields_of_a_wrong_kind(changes: dict[str, Any], message: str) -> None:
+def test_fields_of_a_wrong_kind(changes, message):
     with pytest.raises(UserError, match=message):
         with_its_loss(dataclasses.replace(own.gan(loss=own.real), **changes), ("x", "z"))
 
@@ -388,7 +388,7 @@ def test_fields_of_a_wrong_kind(changes: dict[str, Any], message: str) -> None:
         ({"validation": own.samples(), "loss": own.real}, "several models, but no forward"),
     ],
 )
-def test_what_does_not_go_with_a_step(changes: dict[str, Any], message: str) -> None:
+def test_what_does_not_go_with_a_step(changes, message):
     config = Config(name="run", task="a:b", train=TrainConfig(steps=1, global_batch=15), data=DataConfig())
     order = Order(length=45, global_batch=15)
     refuse(config.features() | task_features(config.task, own.gan(), order, 4))
@@ -396,7 +396,7 @@ def test_what_does_not_go_with_a_step(changes: dict[str, Any], message: str) -> 
         refuse(config.features() | task_features(config.task, own.gan(**changes), order, 4))
 
 
-def test_every_rank_needs_a_sample_of_every_batch() -> None:
+def test_every_rank_needs_a_sample_of_every_batch():
     config = Config(name="run", task="a:b", train=TrainConfig(steps=1, global_batch=15))
     order = Order(length=48, global_batch=15)
     refuse(task_features(config.task, own.gan(), order, 3))
@@ -405,7 +405,7 @@ def test_every_rank_needs_a_sample_of_every_batch() -> None:
         refuse(task_features(config.task, own.gan(), order, 4))
 
 
-def test_all_ranks_cut_their_batches_into_as_many_parts() -> None:
+def test_all_ranks_cut_their_batches_into_as_many_parts():
     setting = own.make_framework(alone(), accumulate=4).program.setting  # type: ignore[union-attr]
     cut = {}
     for rows in (slice(0, 3), slice(3, 5)):
@@ -415,10 +415,10 @@ def test_all_ranks_cut_their_batches_into_as_many_parts() -> None:
 
 
 @pytest.mark.parametrize("choice", [ReducerChoice, Rehearsed])
-def test_what_a_step_does_to_parameters_is_undone_after_trials(choice: Any) -> None:
+def test_what_a_step_does_to_parameters_is_undone_after_trials(choice):
     """Such as the bounds of a Wasserstein critic, and the average that a target network is."""
 
-    def bounded(ctx: Any, batch: dict[str, Tensor]) -> None:
+    def bounded(ctx, batch):
         ctx.backward(ctx.model(batch["x"]).square().mean())
         ctx.update()
         for parameter in ctx.model.parameters():
@@ -435,8 +435,8 @@ def test_what_a_step_does_to_parameters_is_undone_after_trials(choice: Any) -> N
 
 
 @pytest.mark.parametrize("first", [1, 2], ids=["a layer", "all layers"])
-def test_a_step_may_freeze_parameters_at_first(first: int) -> None:
-    def warms_up(ctx: Any, batch: dict[str, Tensor]) -> None:
+def test_a_step_may_freeze_parameters_at_first(first):
+    def warms_up(ctx, batch):
         parameters = list(ctx.model.parameters())
         for parameter in parameters[: len(parameters) * first // 2]:
             parameter.requires_grad_(ctx.step > 0)

@@ -72,7 +72,7 @@ def two_ranks() -> Iterator[ShardGroups]:
         ("gradients", None, 2),
     ],
 )
-def test_the_peak_is_within_a_tenth(shard: Any, low: torch.dtype | None, passes: int, two_ranks: ShardGroups) -> None:
+def test_the_peak_is_within_a_tenth(shard, low, passes, two_ranks):
     layers = [nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(DEPTH)]
     model = Deep(layers)
     inputs, compute = torch.ones(SAMPLES, WIDTH), Compute(torch.device("cpu"), low)
@@ -90,7 +90,7 @@ def test_the_peak_is_within_a_tenth(shard: Any, low: torch.dtype | None, passes:
     reducer = FullyShardedReducer("", partition, [], ranks)
     optimizer = torch.optim.AdamW([one.own for one in partition.every])
 
-    def update() -> None:
+    def update():
         reducer.begin()
         for number in range(passes):
             is_last = number == passes - 1

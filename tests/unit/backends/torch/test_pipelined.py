@@ -48,7 +48,7 @@ class Placed(Group):
         self.rank, self.size = rank, size
 
 
-def test_layers_that_fail_are_named_with_their_line() -> None:
+def test_layers_that_fail_are_named_with_their_line():
     task = TorchTask(nn.Linear(1, 1), layers=lambda model: [model.embedding])
     with pytest.raises(UserError, match=r"^layers= of the task fails: AttributeError: .*'embedding'.*pipelined.py:\d+"):
         stages_of(task, task.model, 2, 1)
@@ -77,11 +77,11 @@ def of_forward(forward: Callable[[Any, Any], Any]) -> float:
     return gradient.item()
 
 
-def test_forward_may_do_something_before_and_behind() -> None:
+def test_forward_may_do_something_before_and_behind():
     assert of_forward(lambda model, batch: 3 * model(2 * batch["x"])) == 6
 
 
-def test_forward_may_ask_whether_it_trains() -> None:
+def test_forward_may_ask_whether_it_trains():
     assert of_forward(lambda model, batch: (3 if model.training else 5) * model(batch["x"])) == 3
 
 
@@ -94,7 +94,7 @@ def test_forward_may_ask_whether_it_trains() -> None:
         (lambda model, batch: batch["x"].requires_grad_(), "does not call the model"),
     ],
 )
-def test_forward_calls_the_model_once_on_one_value(forward: Any, said: str) -> None:
+def test_forward_calls_the_model_once_on_one_value(forward, said):
     with pytest.raises(UserError, match=said):
         of_forward(forward)
 
@@ -155,9 +155,7 @@ def gradients(ranks: int, micro_batches: int, chunks: int = 1) -> list[Tensor]:
     ("ranks", "micro_batches", "chunks"),
     [*itertools.product([2, 3, 4], range(1, 7), [1, 2]), (2, 5, 3), (2, 8, 4), (3, 7, 3)],
 )
-def test_ranks_never_wait_for_each_other_if_messages_wait_for_their_turn(
-    ranks: int, micro_batches: int, chunks: int
-) -> None:
+def test_ranks_never_wait_for_each_other_if_messages_wait_for_their_turn(ranks, micro_batches, chunks):
     """As they do with NCCL, which tests of real ranks cannot have here."""
     found, wanted = gradients(ranks, micro_batches, chunks), gradients(1, micro_batches)
     assert len(found) == len(wanted) == 9
@@ -185,7 +183,7 @@ def saved_by(stage: int) -> list[StateTensor]:
     )
 
 
-def test_state_of_a_parameter_is_that_of_the_ranks_of_its_stage() -> None:
+def test_state_of_a_parameter_is_that_of_the_ranks_of_its_stage():
     cuts = {tensor.name: tensor.cut for tensor in saved_by(1) if tensor.placement is Placement.CUT}
     assert cuts == {
         "model/1.weight": Cut((4, 2), (0, 0), 5, 6, (1,)),
@@ -194,7 +192,7 @@ def test_state_of_a_parameter_is_that_of_the_ranks_of_its_stage() -> None:
     }
 
 
-def test_other_state_of_ranks_is_saved_by_one_stage() -> None:
+def test_other_state_of_ranks_is_saved_by_one_stage():
     own = {stage: [one.name for one in saved_by(stage) if one.placement is Placement.RANK] for stage in range(3)}
     assert own == {
         0: ["model/1.table", "rng/torch"],
@@ -204,8 +202,8 @@ def test_other_state_of_ranks_is_saved_by_one_stage() -> None:
     assert all([one.placement for one in saved_by(stage)].count(Placement.REPLICATED) == 2 for stage in range(3))
 
 
-def test_tied_parameters_may_have_any_memory_order() -> None:
-    def on_a_rank(group: ThreadGroup) -> Tensor:
+def test_tied_parameters_may_have_any_memory_order():
+    def on_a_rank(group):
         messages = HostExchange(Messages(group), Waiting(NO_CLOCK, Neighbours.PIPELINE))
         tied = nn.Parameter(torch.zeros(3, 2).t())
         tied.grad = (torch.arange(6.0) * 10**group.rank).view(3, 2).t()
@@ -219,7 +217,7 @@ def test_tied_parameters_may_have_any_memory_order() -> None:
         torch.testing.assert_close(found, (torch.arange(6.0) * 11).view(3, 2).t())
 
 
-def test_gradients_that_are_being_sent_stay_if_later_passes_add_to_those_of_parameters() -> None:
+def test_gradients_that_are_being_sent_stay_if_later_passes_add_to_those_of_parameters():
     places, sent = nn.Parameter(torch.zeros(2, 3)), list[Tensor]()
     messages: Any = SimpleNamespace(post=lambda values, rank, tag: sent.append(values))
     stage = Stage(Placed("pipeline", 1, 2), CPU, exchange=messages)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,7 +32,7 @@ train: {steps: 3, global_batch: 16, accumulate: 2}
 """
 
 
-def test_each_plan_leaves_a_rank_its_part() -> None:
+def test_each_plan_leaves_a_rank_its_part():
     estimates = {1: with_shard(WHOLE, 0.25), 2: with_shard(HALF, 0.5)}
     found = footprints(estimates, ranks=4, samples={1: 2, 2: 4}, program=1000)
     plans = [(1, 4, "none"), (1, 4, "optimizer"), (2, 2, "none"), (2, 2, "optimizer")]
@@ -48,7 +47,7 @@ def test_each_plan_leaves_a_rank_its_part() -> None:
 
 
 @pytest.mark.slow
-def test_sharded_parameters_leave_a_rank_its_rows_and_a_layer() -> None:
+def test_sharded_parameters_leave_a_rank_its_rows_and_a_layer():
     from hpctrain.backends.torch.strategies.fsdp.fsdp_memory import in_rows
 
     model = dataclasses.replace(WHOLE, averages=100)
@@ -67,7 +66,7 @@ def test_sharded_parameters_leave_a_rank_its_rows_and_a_layer() -> None:
 
 
 @pytest.mark.slow
-def test_copies_of_weights_that_autocast_keeps_are_no_activations() -> None:
+def test_copies_of_weights_that_autocast_keeps_are_no_activations():
     import torch
     from torch import nn
 
@@ -83,14 +82,14 @@ def test_copies_of_weights_that_autocast_keeps_are_no_activations() -> None:
     assert whole.parameters == WHOLE.parameters + 50
 
 
-def test_gradients_take_the_memory_of_activations() -> None:
+def test_gradients_take_the_memory_of_activations():
     (plan,) = footprints({1: dataclasses.replace(WHOLE, late_gradients=5)}, 1, {1: 2}, 1000)
     assert plan.activations == 2, "two samples have 7 bytes"
     (plan,) = footprints({1: dataclasses.replace(WHOLE, late_gradients=100)}, 1, {1: 2}, 1000)
     assert plan.activations == 0
 
 
-def test_a_shard_leaves_what_was_estimated() -> None:
+def test_a_shard_leaves_what_was_estimated():
     """With the micro-batch and the part of the checkpoint that any plan has."""
     model = dataclasses.replace(WHOLE, shards={"optimizer": dataclasses.replace(HALF, averages=7, activations=3.5)})
     whole, rows = footprints({1: model}, 4, {1: 2}, 1000)
@@ -99,16 +98,16 @@ def test_a_shard_leaves_what_was_estimated() -> None:
     assert (rows.activations, rows.staging, rows.program) == (whole.activations, whole.staging, 1000)
 
 
-def test_shares_of_a_rank_are_rounded_up() -> None:
+def test_shares_of_a_rank_are_rounded_up():
     assert WHOLE.scaled(optimizer=0.701, gradients=0.5) == dataclasses.replace(WHOLE, optimizer=141, gradients=50)
 
 
-def test_one_rank_shares_nothing() -> None:
+def test_one_rank_shares_nothing():
     assert [one.plan for one in footprints({2: HALF}, 2, {2: 2}, 0)] == [ParallelLayout(2, 1, "none")]
     assert [one.plan for one in footprints({1: WHOLE}, 1, {1: 2}, 0)] == [ParallelLayout(1, 1, "none")]
 
 
-def test_the_largest_stage_counts() -> None:
+def test_the_largest_stage_counts():
     """After the plans without stages; with the micro-batch of fewer data ranks, and no word of a sharded optimizer."""
     whole = dataclasses.replace(with_shard(WHOLE, 0.5), stages={2: HALF})
     found = footprints({1: whole, 2: dataclasses.replace(HALF, stages={2: HALF})}, 8, {1: 1, 2: 2, 4: 4}, 0)
@@ -125,7 +124,7 @@ def test_the_largest_stage_counts() -> None:
     assert shorter[1].plan.keys == "parallel: {pipeline: 2, pipeline_chunks: 4}"
 
 
-def test_a_plan_is_written_as_the_run_file_has_it() -> None:
+def test_a_plan_is_written_as_the_run_file_has_it():
     assert ParallelLayout(2, 4, "none").keys == "parallel: {tensor: 2}"
     assert ParallelLayout(1, 4, "optimizer").keys == "parallel: {shard: optimizer}"
 
@@ -133,12 +132,12 @@ def test_a_plan_is_written_as_the_run_file_has_it() -> None:
 @pytest.mark.parametrize(
     ("text", "count"), [("512M", 512 << 20), ("1.5G", 3 << 29), ("80GiB", 80 << 30), ("2t", 2 << 40)]
 )
-def test_sizes_are_read_as_slurm_reads_them(text: str, count: int) -> None:
+def test_sizes_are_read_as_slurm_reads_them(text, count):
     assert num_bytes(text) == count
 
 
 @pytest.mark.slow
-def test_a_model_is_weighed_as_it_would_be_cut(tmp_path: Path, cli) -> None:
+def test_a_model_is_weighed_as_it_would_be_cut(tmp_path, cli):
     run = tmp_path / "run.yaml"
     run.write_text(RUN)
     told = json.loads(cli("plan", run, "-n", "8", "--json").out)
@@ -172,7 +171,7 @@ def test_a_model_is_weighed_as_it_would_be_cut(tmp_path: Path, cli) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_does_not_fit_is_told_what_would(tmp_path: Path, cli) -> None:
+def test_a_run_that_does_not_fit_is_told_what_would(tmp_path, cli):
     run = tmp_path / "run.yaml"
     run.write_text(RUN)
     plans = json.loads(cli("plan", run, "-n", "8", "--json").out)["plans"]
@@ -193,7 +192,7 @@ def plan(capsys: pytest.CaptureFixture[str], code: int, run: Path, *words: str) 
 
 
 @pytest.mark.slow
-def test_a_run_file_with_a_plan_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_file_with_a_plan_of_its_own(tmp_path, capsys):
     run = tmp_path / "run.yaml"
     run.write_text(RUN)
     both = [(1, "none"), (1, "optimizer"), (1, "gradients"), (1, "parameters"), (2, "none")]
@@ -217,13 +216,13 @@ def test_a_run_file_with_a_plan_of_its_own(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.slow
-def test_host_and_device_are_counted_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_host_and_device_are_counted_apart(tmp_path, capsys):
     """With named layers, which are gathered one by one."""
     run = tmp_path / "run.yaml"
     run.write_text(RUN)
     words = ["plan", str(run), "-n", "4", "--parallel.shard", "parameters", "--train.accumulate", "1"]
 
-    def own(*more: str) -> Any:
+    def own(*more):
         assert main([*words, "--json", *more]) == 0
         plans = json.loads(capsys.readouterr().out)["plans"]
         return next(one for one in plans if one["plan"]["shard"] == "parameters" and one["plan"]["tensor"] == 1)
@@ -238,8 +237,8 @@ def test_host_and_device_are_counted_apart(tmp_path: Path, capsys: pytest.Captur
     assert "device" in capsys.readouterr().out
 
 
-def test_memory_is_that_of_the_job_if_the_run_file_says_it() -> None:
-    def memory(words: str, **more: Any) -> int | None:
+def test_memory_is_that_of_the_job_if_the_run_file_says_it():
+    def memory(words, **more):
         return memory_of(LaunchConfig(slurm=SlurmConfig(memory=words, **more), ranks_per_node=4))
 
     assert memory("64G") == 16 << 30
@@ -259,7 +258,7 @@ def task():
 
 
 @pytest.mark.slow
-def test_a_task_that_fails_is_told_in_a_sentence(tmp_path: Path, cli) -> None:
+def test_a_task_that_fails_is_told_in_a_sentence(tmp_path, cli):
     (tmp_path / "fails.py").write_text(FAILS)
     words = f"name: r\ntask: {tmp_path}/fails.py:task\ntrain: {{steps: 3, global_batch: 8}}\n"
     (tmp_path / "run.yaml").write_text(words)
@@ -268,17 +267,17 @@ def test_a_task_that_fails_is_told_in_a_sentence(tmp_path: Path, cli) -> None:
 
 
 @pytest.mark.parametrize("ranks", ["0", "-2", "1000000000"])
-def test_a_strange_number_of_ranks_is_refused(ranks: str, cli) -> None:
+def test_a_strange_number_of_ranks_is_refused(ranks, cli):
     said = cli("plan", "run.yaml", "-n", ranks, code=64).err
     assert f"-n is {ranks}" in said and "from 1 to 100000" in said
 
 
-def test_no_memory_is_refused(cli) -> None:
+def test_no_memory_is_refused(cli):
     assert "leaves a rank nothing" in cli("plan", "run.yaml", "-n", "2", "--memory", "0G", code=64).err
 
 
 @pytest.mark.slow
-def test_optimizers_that_cannot_be_sharded_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_optimizers_that_cannot_be_sharded_are_told(tmp_path, capsys):
     run = tmp_path / "run.yaml"
     uses = "[NO_CUTS, UNKNOWN_OPTIMIZER, NO_VALIDATION]"
     run.write_text(f"name: run\ntask: tests.tasks.combined_tasks:task\ntask_args: {{uses: {uses}}}\n" + STEPS)
@@ -308,7 +307,7 @@ def of_keras():
 
 
 @pytest.mark.slow
-def test_a_task_that_says_nothing_of_cuts_is_not_cut(tmp_path: Path, cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_that_says_nothing_of_cuts_is_not_cut(tmp_path, cli, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tasks.py").write_text(TASKS)
     (tmp_path / "run.yaml").write_text("name: r\ntask: tasks.py:linear\ntrain: {steps: 3, global_batch: 8}\n")
@@ -321,7 +320,7 @@ def test_a_task_that_says_nothing_of_cuts_is_not_cut(tmp_path: Path, cli, monkey
 
 
 @pytest.mark.slow
-def test_stages_are_weighed(tmp_path: Path, cli) -> None:
+def test_stages_are_weighed(tmp_path, cli):
     """All of the model is on the stages together, and the largest has least if they are equal."""
     run = tmp_path / "run.yaml"
     run.write_text("name: r\ntask: tests.tasks.pipeline_tasks:gpt\ntrain: {steps: 3, global_batch: 8, accumulate: 4}\n")

@@ -52,7 +52,7 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("patterns", [("blocks.*",), ("*",), ("blocks.1.norm", "blocks.2")])
 @pytest.mark.parametrize("keys", [{}, {"precision": "bf16"}, {"sync_batchnorm": True}, {"recompute_keeps": "products"}])
-def test_numbers_are_those_of_layers_that_keep_everything(patterns: tuple[str, ...], keys: dict[str, object]) -> None:
+def test_numbers_are_those_of_layers_that_keep_everything(patterns, keys):
     plain = make_framework(alone(), Net, **(keys | {"recompute_keeps": "inputs"}))
     expected = train(plain, 5, accumulate=2)
     recomputing = make_framework(alone(), Net, recompute=patterns, **keys)
@@ -99,7 +99,7 @@ class Whole(nn.Module):
         return self.layers(values)  # type: ignore[no-any-return]
 
 
-def test_the_inputs_of_layers_are_all_that_is_kept() -> None:
+def test_the_inputs_of_layers_are_all_that_is_kept():
     one = 512 * 8 * 4
     assert kept_bytes(("*",)) == 4 * one, "one for each of four layers"
     assert kept_bytes(()) >= 12 * one
@@ -116,7 +116,7 @@ class Products(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("kept", "times"), [((), 2), (PRODUCTS, 1)])
-def test_kept_products_are_not_computed_again(kept: tuple[Any, ...], times: int) -> None:
+def test_kept_products_are_not_computed_again(kept, times):
     stack = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU()) for _ in range(4)))
     whole = nn.Sequential(Whole(stack))
     recompute(whole, ["*"], kept)
@@ -137,7 +137,7 @@ class Drops(nn.Module):
         return functional.dropout(first * first, 0.5) * first
 
 
-def test_kept_operations_that_draw_leave_later_random_numbers_as_they_are() -> None:
+def test_kept_operations_that_draw_leave_later_random_numbers_as_they_are():
     found = []
     for kept in ((), (torch.ops.aten.native_dropout.default,)):
         torch.manual_seed(0)
@@ -149,7 +149,7 @@ def test_kept_operations_that_draw_leave_later_random_numbers_as_they_are() -> N
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1])
-def test_attention_draws_only_with_dropout(share: float) -> None:
+def test_attention_draws_only_with_dropout(share):
     for operation in (one for one in PRODUCTS if "attention" in one.name()):
         place = [one.name for one in operation._schema.arguments].index("dropout_p")
         assert draws(operation, (None,) * place + (share,), {}) == (share > 0)
@@ -157,27 +157,27 @@ def test_attention_draws_only_with_dropout(share: float) -> None:
     assert not draws(torch.ops.aten.addmm.default, (), {})
 
 
-def test_a_pattern_that_matches_nothing_is_refused_with_the_layers_there_are() -> None:
+def test_a_pattern_that_matches_nothing_is_refused_with_the_layers_there_are():
     with pytest.raises(UserError, match=r"no layer of the model is called block\.\*") as error:
         recompute(Net(), ["block.*"])
     assert "inward, blocks.0, blocks.1" in error.value.fix
 
 
-def test_a_pattern_of_what_is_inside_of_another_match_is_told_as_that() -> None:
+def test_a_pattern_of_what_is_inside_of_another_match_is_told_as_that():
     net = nn.ModuleDict({"block": nn.TransformerEncoderLayer(4, 1, 4), "rest": nn.Linear(4, 4)})
     with pytest.raises(UserError, match=r"block\.linear\* matches only what is inside block,") as error:
         recompute(net, ["bl*", "block.linear*"])
     assert error.value.fix.startswith("leave block.linear* out")
 
 
-def test_a_buffer_that_begins_to_change_later_is_not_passed_over() -> None:
+def test_a_buffer_that_begins_to_change_later_is_not_passed_over():
     class Late(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.weight, self.passes = nn.Parameter(torch.ones(2)), 0
             self.register_buffer("scale", torch.ones(2))
 
-        def forward(self, values: Tensor) -> Tensor:
+        def forward(self, values):
             self.passes += 1
             if self.passes > 4:
                 self.scale.mul_(0.5)
@@ -191,7 +191,7 @@ def test_a_buffer_that_begins_to_change_later_is_not_passed_over() -> None:
             model(torch.randn(3, 2)).sum().backward()
 
 
-def test_layers_that_the_task_compiles_are_named() -> None:
+def test_layers_that_the_task_compiles_are_named():
     inside = torch.compile(Net(), backend="eager")
     in_place = Net()
     in_place.blocks[1].compile(backend="eager")
@@ -203,11 +203,11 @@ def test_layers_that_the_task_compiles_are_named() -> None:
     assert recompute(around, ["*"]) == ["0"], "the compiled part is called again"
 
 
-def test_the_device_whose_random_state_is_kept_is_that_of_any_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_whose_random_state_is_kept_is_that_of_any_argument(monkeypatch):
     """PyTorch looks for it among arguments without a name."""
     found: list[int] = []
 
-    def kind(*given: Any) -> str:
+    def kind(*given):
         found.append(sum(isinstance(one, Tensor) for one in pytree.tree_leaves(given)))
         return "cpu"
 

@@ -20,7 +20,7 @@ def layout_of(shapes: list[tuple[int, int]]) -> Layout:
 
 
 @given(shapes, ranks)
-def test_every_row_has_one_owner_and_ranges_cover_the_buffer(shapes: list[tuple[int, int]], ranks: int) -> None:
+def test_every_row_has_one_owner_and_ranges_cover_the_buffer(shapes, ranks):
     layout = layout_of(shapes)
     shares = share_out(layout, [ShardedParameter(rows, 4 * rows * width) for rows, width in shapes], ranks)
     assert [shares.ranges[0].start, shares.ranges[-1].stop] == [0, layout.gradients]
@@ -35,7 +35,7 @@ def test_every_row_has_one_owner_and_ranges_cover_the_buffer(shapes: list[tuple[
 
 
 @given(shapes, ranks)
-def test_shares_are_equal_to_half_a_row_at_either_end(shapes: list[tuple[int, int]], ranks: int) -> None:
+def test_shares_are_equal_to_half_a_row_at_either_end(shapes, ranks):
     weighed = [ShardedParameter(rows, 4 * rows * width) for rows, width in shapes]
     shares = share_out(layout_of(shapes), weighed, ranks)
     held = [0] * ranks
@@ -46,12 +46,12 @@ def test_shares_are_equal_to_half_a_row_at_either_end(shapes: list[tuple[int, in
 
 
 @given(shapes, ranks)
-def test_what_may_not_be_cut_has_one_owner(shapes: list[tuple[int, int]], ranks: int) -> None:
+def test_what_may_not_be_cut_has_one_owner(shapes, ranks):
     shares = share_out(layout_of(shapes), [ShardedParameter(1, 4 * rows * width) for rows, width in shapes], ranks)
     assert sorted(piece.parameter for piece in shares.pieces) == list(range(len(shapes)))
 
 
-def test_what_no_optimizer_updates_counts_for_nothing() -> None:
+def test_what_no_optimizer_updates_counts_for_nothing():
     weighed = [ShardedParameter(4, 16), ShardedParameter(100, 0), ShardedParameter(4, 16)]
     shares = share_out(plan([4, 100, 4], None, 0), weighed, 2)
     owned = [
@@ -60,7 +60,7 @@ def test_what_no_optimizer_updates_counts_for_nothing() -> None:
     assert owned == [16, 16]
 
 
-def test_more_ranks_than_rows_leave_some_with_nothing() -> None:
+def test_more_ranks_than_rows_leave_some_with_nothing():
     shares = share_out(plan([2], None, 0), [ShardedParameter(2, 8)], 5)
     assert [(piece.begin, piece.end) for piece in shares.pieces] == [(0, 1), (1, 2)]
     assert len(shares.ranges) == 5
@@ -76,7 +76,7 @@ class Looked(list[ShardedParameter]):
         return super().__getitem__(index)
 
 
-def test_a_rank_does_not_look_at_all_parameters() -> None:
+def test_a_rank_does_not_look_at_all_parameters():
     """Of a hundred thousand ranks and a thousand parameters: minutes, else."""
     weighed = Looked([ShardedParameter(8, 64)] * 500)
     share_out(plan([16] * 500, None, 0), weighed, 1000)

@@ -36,7 +36,7 @@ def gradients(model: nn.Module, words: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("ranks", "samples"), [(2, 2), (2, 3), (4, 1)])
-def test_gradients_are_those_of_the_whole_model(ranks: int, samples: int) -> None:
+def test_gradients_are_those_of_the_whole_model(ranks, samples):
     """Of weights of norms and biases too, with rows that do not divide by the ranks, and of losses with gradients."""
     torch.manual_seed(1)
     whole = Gpt().double()
@@ -120,15 +120,15 @@ def plain_gradients(model: nn.Module, calls: list[Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("recomputed", [[], ["*"], ["*.norm", "*.up", "*.kinds.*"]])
-def test_gradients_of_dropout_of_gathered_values(recomputed: list[str]) -> None:
+def test_gradients_of_dropout_of_gathered_values(recomputed):
     whole = nn.Sequential(Feed("gathered"), Feed("gathered")).double()
     compare(whole, [torch.randn(2, 3, 8).double()], 2, WORDS_OF, plain_gradients, recomputed)
 
 
-def test_dropout_differs_between_ranks_where_their_values_do() -> None:
+def test_dropout_differs_between_ranks_where_their_values_do():
     kinds = {"before": True, "gathered": False, "inner": True, "after": True}
 
-    def on_a_rank(group: Group) -> None:
+    def on_a_rank(group):
         model, tp_group = nn.Sequential(Feed(*kinds), Feed(*kinds)), TPGroup(group)
         drops = {name: one for name, one in model.named_modules() if isinstance(one, Drop)}
         in_rows(model, WORDS_OF, tp_group)
@@ -142,7 +142,7 @@ def test_dropout_differs_between_ranks_where_their_values_do() -> None:
 
 @pytest.mark.parametrize("recomputed", [[], ["*"]])
 @pytest.mark.parametrize("shapes", [[(2, 3, 8), (1, 4, 8)], [(2, 6, 8), (6, 2, 8)]])
-def test_calls_of_several_lengths_in_one_loss(shapes: list[tuple[int, ...]], recomputed: list[str]) -> None:
+def test_calls_of_several_lengths_in_one_loss(shapes, recomputed):
     calls = [torch.randn(shape).double() for shape in shapes]
     compare(nn.Sequential(Feed(), Mixed(), Feed()).double(), calls, 2, WORDS_OF, plain_gradients, recomputed)
 
@@ -212,7 +212,7 @@ WORDS_OF: dict[str, Any] = {"*.up": columns, "*.down": rows}
         (PostNorm, {"*.up": columns}, "no block of the model has layers split by columns and rows"),
     ],
 )
-def test_blocks_that_would_be_wrong_are_refused_by_name(block: Any, words: dict[str, Any], what: str) -> None:
+def test_blocks_that_would_be_wrong_are_refused_by_name(block, words, what):
     model = nn.Sequential(block(), block())
     with pytest.raises(UserError, match=re.escape(what)):
         blocks_of(model, layers_to_cut(model, words, 2))
@@ -221,7 +221,7 @@ def test_blocks_that_would_be_wrong_are_refused_by_name(block: Any, words: dict[
 @pytest.mark.parametrize(
     ("between", "name"), [(nn.Linear(8, 8), "1"), (Feed(), "1.norm"), (nn.Sequential(nn.ReLU()), "1.0")]
 )
-def test_a_module_between_blocks_that_is_in_none_is_refused_by_name(between: nn.Module, name: str) -> None:
+def test_a_module_between_blocks_that_is_in_none_is_refused_by_name(between, name):
     """Such as a block that the task leaves whole: it would take a rank's rows for the activations of all."""
     model = nn.Sequential(Feed(), between, nn.Identity(), Feed())
     words = {f"{number}.{layer}": word for number in (0, 3) for layer, word in (("up", columns), ("down", rows))}
@@ -231,10 +231,10 @@ def test_a_module_between_blocks_that_is_in_none_is_refused_by_name(between: nn.
     assert len(blocks_of(model, layers_to_cut(model, words, 2))) == 2
 
 
-def test_a_block_that_returns_what_a_norm_has_gathered_is_refused_when_called() -> None:
+def test_a_block_that_returns_what_a_norm_has_gathered_is_refused_when_called():
     """Also where the shapes of rows and of whole activations can be added."""
 
-    def on_a_rank(group: Group) -> None:
+    def on_a_rank(group):
         model, tp_group = nn.Sequential(Sandwich(), Sandwich()), TPGroup(group)
         in_rows(model, WORDS_OF, tp_group)
         with pytest.raises(UserError, match="a Sandwich returns whole activations, which a norm gathers"):
@@ -250,8 +250,8 @@ class Sandwich(Feed):
         return x + self.norm(self.down(self.up(self.norm(x))))
 
 
-def test_split_layers_without_a_norm_before_them_are_refused_when_called() -> None:
-    def on_a_rank(group: Group) -> None:
+def test_split_layers_without_a_norm_before_them_are_refused_when_called():
+    def on_a_rank(group):
         model = nn.Sequential(PostNorm(), PostNorm())
         in_rows(model, WORDS_OF, TPGroup(group))
         with pytest.raises(UserError, match=re.escape("0.up gets rows that no norm has gathered")):
@@ -274,7 +274,7 @@ class Adapted(nn.Module):
 
 
 @pytest.mark.parametrize(("ranks", "samples"), [(2, 3), (4, 1)])
-def test_adapters_compute_in_rows_with_their_layers(ranks: int, samples: int) -> None:
+def test_adapters_compute_in_rows_with_their_layers(ranks, samples):
     torch.manual_seed(1)
     whole = Gpt()
     words = LAYERS.copy()

@@ -68,12 +68,12 @@ def ranks(work: Callable[[ShmSharded, Late], None]) -> None:
         list(pool.map(one, range(2)))
 
 
-def test_nobody_reads_what_a_late_rank_has_yet_to_write() -> None:
+def test_nobody_reads_what_a_late_rank_has_yet_to_write():
     """Gradients, losses, norms and parameters."""
     values = np.random.default_rng(1).normal(size=(2, LENGTH + SLOTS))
     total = values.sum(0)
 
-    def work(exchange: ShmSharded, node: Late) -> None:
+    def work(exchange, node):
         mine, other = RANGES[node.rank], RANGES[1 - node.rank]
         node.wait_for_first(ARRIVE)
         exchange.buffer[:] = values[node.rank]

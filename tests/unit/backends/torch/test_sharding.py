@@ -42,7 +42,7 @@ def halved(optimizer: optim.Optimizer, parameters: list[tuple[str, Parameter]]) 
     return sharded
 
 
-def test_groups_keep_their_settings_and_names_and_hold_views_of_the_rows() -> None:
+def test_groups_keep_their_settings_and_names_and_hold_views_of_the_rows():
     model = nn.Linear(3, 10)
     groups = [{"params": [("weight", model.weight)], "lr": 0.5}, {"params": [("bias", model.bias)]}]
     optimizer = optim.Adam(groups, lr=0.1)
@@ -62,7 +62,7 @@ def of_rows(rows: OwnRows, name: str) -> Slices:
     return uncut().rows(name, {"weight": (4, 3), "bias": (4,)}[name], rows.piece.begin, rows.piece.end)
 
 
-def test_state_from_the_start_is_cut_and_a_count_is_saved_by_who_has_the_first_row() -> None:
+def test_state_from_the_start_is_cut_and_a_count_is_saved_by_who_has_the_first_row():
     weight, bias = Parameter(torch.zeros(4, 3)), Parameter(torch.zeros(4))
     optimizer = optim.Adagrad([weight, bias], lr=0.1)
     sums = torch.arange(12.0).view(4, 3)
@@ -93,12 +93,12 @@ def test_state_from_the_start_is_cut_and_a_count_is_saved_by_who_has_the_first_r
         (torch.zeros(3, 0), False),
     ],
 )
-def test_rows_are_known_by_how_they_lie_in_the_buffer(tensor: torch.Tensor, rows: bool) -> None:
+def test_rows_are_known_by_how_they_lie_in_the_buffer(tensor, rows):
     assert has_rows(tensor) == rows
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), ()])
-def test_a_parameter_without_elements_is_shared_out_too(shape: tuple[int, ...]) -> None:
+def test_a_parameter_without_elements_is_shared_out_too(shape):
     shapes = [shape, (4, 2), shape, (4, 2), shape]
     pairs = [(str(place), Parameter(torch.zeros(size))) for place, size in enumerate(shapes)]
     parts = [OptimizerPart("", optim.Adam([parameter for _, parameter in pairs]))]
@@ -108,7 +108,7 @@ def test_a_parameter_without_elements_is_shared_out_too(shape: tuple[int, ...]) 
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])
-def test_state_without_elements_is_saved_too(shape: tuple[int, ...]) -> None:
+def test_state_without_elements_is_saved_too(shape):
     empty = Parameter(torch.zeros(shape))
     optimizer = optim.Adam([empty])
     empty.grad = torch.zeros(shape)
@@ -122,19 +122,19 @@ def test_state_without_elements_is_saved_too(shape: tuple[int, ...]) -> None:
     assert optimizer.state[empty]["step"] == 2
 
 
-def test_a_parameter_without_elements_is_refused_by_name_where_pytorch_shards() -> None:
+def test_a_parameter_without_elements_is_refused_by_name_where_pytorch_shards():
     pairs = [("weight", Parameter(torch.zeros(4, 2))), ("empty", Parameter(torch.zeros(4, 0)))]
     parts = [OptimizerPart("", optim.AdamW([parameter for _, parameter in pairs]))]
     assert uncuttable({ONLY: Share(pairs)}, parts, traits_of(parts)) == "empty has no elements"
 
 
-def test_each_value_of_shard_is_a_strategy_that_plan_can_estimate() -> None:
+def test_each_value_of_shard_is_a_strategy_that_plan_can_estimate():
     estimated = [one.shard for one in STRATEGIES if one.estimate is not None]
     assert sorted(filter(None, estimated)) == sorted(values_of("parallel.shard").values())
 
 
-def test_a_rank_may_update_nothing_or_everything() -> None:
-    def ended(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> list[torch.Tensor]:
+def test_a_rank_may_update_nothing_or_everything():
+    def ended(mine, theirs):
         reducer = SimpleNamespace(
             leaving=[[torch.zeros(2)] * len(mine)],
             mine=mine,

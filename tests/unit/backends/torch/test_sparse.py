@@ -55,7 +55,7 @@ def framework_of(optimizer: Callable[..., Any], sparse: str = "auto", **settings
         (lambda model: joined([optim.SGD(model.parameters(), lr=0.1)]), True),
     ],
 )
-def test_rows_stay_alone_where_that_changes_no_number(optimizer: Callable[..., Any], stays: bool) -> None:
+def test_rows_stay_alone_where_that_changes_no_number(optimizer, stays):
     framework = framework_of(optimizer)
     train(framework, 1)
     assert framework.model.embedding.weight.grad.is_sparse is stays
@@ -63,7 +63,7 @@ def test_rows_stay_alone_where_that_changes_no_number(optimizer: Callable[..., A
     assert framework.facts.gradient_bytes == 4 * (24 + 3 + 5 + (0 if stays else 400))
 
 
-def test_what_was_not_made_sparse_or_is_frozen_is_left_alone() -> None:
+def test_what_was_not_made_sparse_or_is_frozen_is_left_alone():
     model = Words(sparse=False)
     parts = [OptimizerPart("", plain_sgd(model))]
     assert sparse_parameters(model, parts, "auto") == []
@@ -74,7 +74,7 @@ def test_what_was_not_made_sparse_or_is_frozen_is_left_alone() -> None:
 
 @pytest.mark.parametrize("loss", [mean_loss, weighted_loss])
 @pytest.mark.parametrize("optimizer", [plain_sgd, adagrad])
-def test_training_is_that_of_dense_gradients(optimizer: Callable[..., Any], loss: Callable[..., Any]) -> None:
+def test_training_is_that_of_dense_gradients(optimizer, loss):
     losses, hashes = [], []
     for mode in ("auto", "densify"):
         framework = framework_of(optimizer, mode, loss=loss, clip_norm=0.1, ema_decay=0.9)
@@ -85,7 +85,7 @@ def test_training_is_that_of_dense_gradients(optimizer: Callable[..., Any], loss
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_sparse_adam_is_that_of_a_loop_written_by_hand() -> None:
+def test_sparse_adam_is_that_of_a_loop_written_by_hand():
     framework = framework_of(sparse_adam)
     model = copy.deepcopy(framework.model)
     optimizer = sparse_adam(model)
@@ -101,7 +101,7 @@ def test_sparse_adam_is_that_of_a_loop_written_by_hand() -> None:
     np.testing.assert_allclose(train(framework, 8), wanted, rtol=1e-6)
 
 
-def test_state_of_sparse_adam_is_resumed() -> None:
+def test_state_of_sparse_adam_is_resumed():
     first = framework_of(sparse_adam)
     train(first, 3)
     arrays = {}
@@ -119,7 +119,7 @@ def scale_of(framework: Any) -> float:
     return float(trained.rule.scale)
 
 
-def test_an_overflow_leaves_the_update_out() -> None:
+def test_an_overflow_leaves_the_update_out():
     framework = framework_of(plain_sgd, precision="fp16")
     train(framework, 1)
     before, scale = framework.weights_hash(), scale_of(framework)
@@ -130,13 +130,13 @@ def test_an_overflow_leaves_the_update_out() -> None:
     assert before != after == framework.weights_hash() and scale_of(framework) == scale / 2
 
 
-def test_a_table_that_is_also_a_matrix_has_all_rows() -> None:
+def test_a_table_that_is_also_a_matrix_has_all_rows():
     class Tied(torch.nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.table = torch.nn.Embedding(3, 8, sparse=True)
 
-        def forward(self, batch: dict[str, Any]) -> Any:
+        def forward(self, batch):
             return self.table(batch["words"] % 3).mean(1) @ self.table.weight.T
 
     losses = []
@@ -146,7 +146,7 @@ def test_a_table_that_is_also_a_matrix_has_all_rows() -> None:
     np.testing.assert_allclose(*losses, rtol=1e-6)
 
 
-def test_sparse_adam_says_what_it_needs() -> None:
+def test_sparse_adam_says_what_it_needs():
     with pytest.raises(UserError, match="sparse is densify"):
         framework_of(sparse_adam, "densify")
     with pytest.raises(UserError, match="which has 1 axes"):
@@ -155,7 +155,7 @@ def test_sparse_adam_says_what_it_needs() -> None:
         train(framework_of(sgd, "refuse"), 1)
 
 
-def test_in_a_loop_of_ones_own_tables_are_named() -> None:
+def test_in_a_loop_of_ones_own_tables_are_named():
     model = Words()
     for sparse in ((), (model.embedding.weight,)):
         reducer = measured_reducer(ReduceConfig(), alone(), model, lambda _: None, sparse=sparse)
@@ -166,7 +166,7 @@ def test_in_a_loop_of_ones_own_tables_are_named() -> None:
         reducer.close()
 
 
-def test_a_list_of_optimizers_is_what_a_class_around_them_is() -> None:
+def test_a_list_of_optimizers_is_what_a_class_around_them_is():
     framework, wanted = framework_of(lambda model: joined(list(sparse_adam(model).inner))), framework_of(sparse_adam)
     for each in (framework, wanted):
         each.set_learning_rate(0.5)
@@ -176,7 +176,7 @@ def test_a_list_of_optimizers_is_what_a_class_around_them_is() -> None:
     assert {"optimizer/each.0.exp_avg/embedding.weight", "optimizer/each.1.exp_avg/head.bias"} <= names
 
 
-def test_a_schedule_may_have_a_factor_for_each_optimizer_of_a_list() -> None:
+def test_a_schedule_may_have_a_factor_for_each_optimizer_of_a_list():
     framework = framework_of(lambda model: joined(list(sparse_adam(model).inner)))
     framework.set_learning_rate([0.5, 0.25])
     assert [group["lr"] for group in framework.optimizer.param_groups] == [0.05 * 0.5, 0.01 * 0.25]
@@ -200,7 +200,7 @@ def speaking_list(model: Words) -> Any:
     return joined([Speaking(model.embedding.parameters(), 0.1), optim.Adam(model.head.parameters(), 0.01)])
 
 
-def test_rates_reach_each_optimizer_of_a_list_that_has_loaded_its_own_state() -> None:
+def test_rates_reach_each_optimizer_of_a_list_that_has_loaded_its_own_state():
     saved = {}
     for tensor in framework_of(speaking_list).state():
         saved[tensor.name] = np.empty(tensor.shape, tensor.dtype)
@@ -216,14 +216,14 @@ def test_rates_reach_each_optimizer_of_a_list_that_has_loaded_its_own_state() ->
     assert optimizer.each[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.5 * 0.1)
 
 
-def test_a_scheduler_finds_the_momentum_that_all_optimizers_of_a_list_have() -> None:
+def test_a_scheduler_finds_the_momentum_that_all_optimizers_of_a_list_have():
     model = Words()
     adams = joined([optim.SparseAdam(model.embedding.parameters()), optim.Adam(model.head.parameters())])
     optim.lr_scheduler.OneCycleLR(adams, max_lr=0.1, total_steps=10)
     assert [group["betas"][0] for group in adams.param_groups] == [0.95, 0.95]
 
 
-def test_several_optimizers_are_copied_with_what_they_update() -> None:
+def test_several_optimizers_are_copied_with_what_they_update():
     layer = torch.nn.Linear(2, 2)
     together = joined([optim.SGD([layer.weight], lr=0.1, momentum=0.9), optim.Adagrad([layer.bias], lr=0.2)])
     layer(torch.ones(1, 2)).sum().backward()
@@ -238,14 +238,14 @@ def test_several_optimizers_are_copied_with_what_they_update() -> None:
     assert copied.param_groups[0]["params"][0] is twin.weight
 
 
-def test_a_generator_of_optimizers_is_refused_with_the_list_to_write() -> None:
+def test_a_generator_of_optimizers_is_refused_with_the_list_to_write():
     with pytest.raises(UserError, match="optimizer of the task is a generator, which can be read only once") as caught:
         joined(optim.SGD([torch.zeros(1)], lr=0.1) for _ in range(2))
     assert "optimizer=[" in caught.value.fix
 
 
-def test_the_dry_call_leaves_tables_with_a_largest_norm_as_they_were() -> None:
-    def bounded() -> Words:
+def test_the_dry_call_leaves_tables_with_a_largest_norm_as_they_were():
+    def bounded():
         model = Words(sparse=False)
         model.embedding.max_norm = 0.1
         return model

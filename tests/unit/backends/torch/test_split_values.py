@@ -55,13 +55,13 @@ def drawn(rank: int, model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def test_ranks_draw_different_numbers_for_parts_only() -> None:
+def test_ranks_draw_different_numbers_for_parts_only():
     first, second = (drawn(rank, nn.ModuleDict({"up": nn.Linear(8, 8), "drop": nn.Dropout()})) for rank in range(2))
     differ = {name for name, value in first.items() if not torch.equal(value, second[name])}
     assert differ == {"part", "noise of part", "in place", "operator of an extension"}
 
 
-def test_copies_of_parts_are_plain() -> None:
+def test_copies_of_parts_are_plain():
     part = torch.ones(3).as_subclass(of_rank(1))
     torch.save(part, saved := io.BytesIO())
     saved.seek(0)
@@ -88,7 +88,7 @@ class Steps(nn.Module):
 
 
 @pytest.mark.parametrize("in_rows", [False, True])
-def test_a_checkpoint_may_begin_and_end_anywhere(in_rows: bool) -> None:
+def test_a_checkpoint_may_begin_and_end_anywhere(in_rows):
     torch.manual_seed(1)
     blocks = [Steps(), Steps()]
     model, tp_group = nn.Sequential(*blocks), TPGroup(Group("tensor"))
@@ -107,8 +107,8 @@ def test_a_checkpoint_may_begin_and_end_anywhere(in_rows: bool) -> None:
     assert [again for again, gradients in found.items() if not torch.equal(gradients, found[0, 0])] == []
 
 
-def test_random_functions_are_known() -> None:
-    def is_seeded(name: str) -> bool:
+def test_random_functions_are_known():
+    def is_seeded(name):
         operation = None if name.startswith("__") else getattr(torch.ops.aten, name, None)
         overloads = [] if operation is None else [getattr(operation, one) for one in operation.overloads()]
         return any(torch.Tag.nondeterministic_seeded in one.tags for one in overloads)

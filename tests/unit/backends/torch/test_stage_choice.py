@@ -35,18 +35,18 @@ def agreed(own: list[list[float] | None], other: list[list[float] | None]) -> tu
     return agreed_times(one_pass, Told(others)), passes
 
 
-def test_the_fastest_pass_of_each_rank_counts_and_the_first_one_does_not() -> None:
+def test_the_fastest_pass_of_each_rank_counts_and_the_first_one_does_not():
     times, passes = agreed([[0.001, 0.001], [2.0, 8.0], [4.0, 6.0]], [[9.0, 9.0], [3.0, 3.0]])
     assert times == [2.5, 4.5]
     assert passes == 1 + LEAST_PASSES, "slow ones are not repeated"
 
 
-def test_quick_layers_are_timed_more_often() -> None:
+def test_quick_layers_are_timed_more_often():
     times, passes = agreed([[0.001]], [[0.003]])
     assert times == pytest.approx([0.002])
     assert passes == 1 + MOST_PASSES
 
 
-def test_a_rank_without_samples_takes_part_and_says_nothing() -> None:
+def test_a_rank_without_samples_takes_part_and_says_nothing():
     assert agreed([None], [[5.0, 2.0]]) == ([5.0, 2.0], 1 + LEAST_PASSES)
     assert agreed([None], [None]) == ([], 1)

@@ -47,7 +47,7 @@ def told(rank: int, ranks: int, micro_batches: int, chunks: int = 1) -> str:
     return " ".join(f"{'fgh'[each.chunk] if each.forward else 'bcd'[each.chunk]}{each.micro_batch}" for each in order)
 
 
-def test_ranks_take_turns() -> None:
+def test_ranks_take_turns():
     assert told(0, 3, 4) == "f0 f1 f2 b0 f3 b1 b2 b3"
     assert told(1, 3, 4) == "f0 f1 b0 f2 b1 f3 b2 b3"
     assert told(2, 3, 4) == "f0 b0 f1 b1 f2 b2 f3 b3"
@@ -55,7 +55,7 @@ def test_ranks_take_turns() -> None:
     assert told(0, 3, 0) == ""
 
 
-def test_chunks_take_turns() -> None:
+def test_chunks_take_turns():
     """As in figure 4 of Megatron-LM's paper."""
     assert told(1, 2, 4, 2) == "f0 f1 g0 c0 g1 c1 f2 b0 f3 b1 g2 c2 g3 c3 b2 b3"
     assert told(0, 2, 4, 2) == "f0 f1 g0 g1 f2 c0 f3 c1 g2 b0 g3 b1 c2 c3 b2 b3"
@@ -66,7 +66,7 @@ SIZES = st.tuples(st.integers(2, 8), st.integers(0, 17), st.integers(1, 4))
 
 
 @given(SIZES)
-def test_ranks_wait_as_long_as_computed(sizes: tuple[int, int, int]) -> None:
+def test_ranks_wait_as_long_as_computed(sizes):
     """Each pass finds what it needs, and the first rank holds most activations."""
     ranks, micro_batches, chunks = sizes
     found = ends(*sizes)
@@ -89,7 +89,7 @@ def test_ranks_wait_as_long_as_computed(sizes: tuple[int, int, int]) -> None:
 
 
 @given(SIZES)
-def test_no_two_ranks_wait_for_each_other_if_messages_wait_for_their_turn(sizes: tuple[int, int, int]) -> None:
+def test_no_two_ranks_wait_for_each_other_if_messages_wait_for_their_turn(sizes):
     """Each rank handles one message at a time, in both directions, which ends when both sides have come to it."""
     ranks, micro_batches, chunks = sizes
     left = []
@@ -113,7 +113,7 @@ def test_no_two_ranks_wait_for_each_other_if_messages_wait_for_their_turn(sizes:
 
 
 @given(SIZES, st.booleans())
-def test_acts_are_those_of_the_passes_in_order(sizes: tuple[int, int, int], in_order: bool) -> None:
+def test_acts_are_those_of_the_passes_in_order(sizes, in_order):
     ranks, _, chunks = sizes
     for rank in range(ranks):
         order, found = one_forward_one_backward(rank, *sizes), acts(rank, *sizes, in_order)
@@ -124,7 +124,7 @@ def test_acts_are_those_of_the_passes_in_order(sizes: tuple[int, int, int], in_o
             assert [act for act, other in found if other == each] == wanted
 
 
-def test_how_long_stages_wait() -> None:
+def test_how_long_stages_wait():
     assert bubble(4, 1) == 0.75
     assert bubble(2, 4) == 0.2
     assert bubble(1, 4) == 0
@@ -134,7 +134,7 @@ def test_how_long_stages_wait() -> None:
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.integers(0, 3)), min_size=1, max_size=7), st.integers(1, 4)
 )
-def test_the_most_expensive_stage_is_as_cheap_as_can_be(given_layers: list[tuple[int, bool, int]], stages: int) -> None:
+def test_the_most_expensive_stage_is_as_cheap_as_can_be(given_layers, stages):
     """Each stage has a layer that is trained, and none begins with one that is joined to the one before."""
     costs, trained = [cost for cost, _, _ in given_layers], [one for _, one, _ in given_layers]
     joined = [one == 0 for _, _, one in given_layers]
@@ -151,7 +151,7 @@ def test_the_most_expensive_stage_is_as_cheap_as_can_be(given_layers: list[tuple
         assert worst(costs, found) == min(worst(costs, ranges) for ranges in able)
 
 
-def test_layers_that_cost_nothing_stay_with_the_ones_before_and_first_stages_are_short() -> None:
+def test_layers_that_cost_nothing_stay_with_the_ones_before_and_first_stages_are_short():
     """They hold the activations of more micro-batches."""
     assert balanced([1, 0, 1], [True, False, True], 2) == [range(2), range(2, 3)]
     assert balanced([1] * 5, [True] * 5, 2) == [range(2), range(2, 5)]
@@ -171,7 +171,7 @@ def worst(costs: list[int], ranges: list[range]) -> int:
         [torch.tensor(3, dtype=torch.bfloat16, requires_grad=False), "text"],
     ],
 )
-def test_what_is_handed_on_comes_back_as_it_was(value: Any) -> None:
+def test_what_is_handed_on_comes_back_as_it_was(value):
     tensors: list[torch.Tensor] = []
     structure = described(value, tensors)
     assert [(dtype, shape) for dtype, shape, _ in described_tensors(structure)] == [
@@ -180,7 +180,7 @@ def test_what_is_handed_on_comes_back_as_it_was(value: Any) -> None:
     assert repr(rebuilt(structure, tensors)) == repr(value)
 
 
-def test_a_tensor_that_is_handed_on_twice_stays_one() -> None:
+def test_a_tensor_that_is_handed_on_twice_stays_one():
     one, other = torch.ones(2), torch.zeros(3)
     tensors: list[torch.Tensor] = []
     structure = described((one, {"skip": [other, one]}, other), tensors)
@@ -192,7 +192,7 @@ def test_a_tensor_that_is_handed_on_twice_stays_one() -> None:
 
 
 @pytest.mark.parametrize("lazy", [torch.conj, lambda values: values[:1].conj().imag])
-def test_conjugates_travel_as_their_values(lazy: Any) -> None:
+def test_conjugates_travel_as_their_values(lazy):
     """Their signs are changed when they are read: torch does it no sooner."""
     values = lazy(torch.tensor([1 + 2j, 3 - 1j]))
     assert torch.equal(torch.from_numpy(host_bytes(values)).view(values.dtype), values)
@@ -206,12 +206,12 @@ def test_conjugates_travel_as_their_values(lazy: Any) -> None:
         ({(1, 2): 3}, "passes on a dict"),
     ],
 )
-def test_what_cannot_be_handed_on(value: Any, said: str) -> None:
+def test_what_cannot_be_handed_on(value, said):
     with pytest.raises(UserError, match=said):
         described(value, [])
 
 
-def test_a_stage_keeps_its_own_in_place() -> None:
+def test_a_stage_keeps_its_own_in_place():
     """Parameters, the optimizer's groups with their labels, and its state."""
     model = Gpt()
     wholes = dict(model.named_parameters())
@@ -285,12 +285,12 @@ def of(model: nn.Module, chain: Any, stages: int = 2) -> Any:
         ),
     ],
 )
-def test_what_is_refused_by_name(model: nn.Module, chain: Any, said: str) -> None:
+def test_what_is_refused_by_name(model, chain, said):
     with pytest.raises(UserError, match=said):
         of(model, chain)
 
 
-def test_stages_have_copies_of_tied_parameters_only_where_they_must() -> None:
+def test_stages_have_copies_of_tied_parameters_only_where_they_must():
     """Also of frozen ones."""
     model = tied()
     both = of(model, lambda m: [m.one, m.other])
@@ -304,7 +304,7 @@ def test_stages_have_copies_of_tied_parameters_only_where_they_must() -> None:
     assert tied_parameters(model, again) == {"one.weight": [1, 2]}
 
 
-def test_stages_of_a_rank_share_parameters_without_copies() -> None:
+def test_stages_of_a_rank_share_parameters_without_copies():
     model: Any = two(nn.Linear(3, 3), nn.Linear(3, 3), third=nn.Linear(3, 3), last=nn.Linear(3, 3))
     model.third.weight = model.one.weight
     stages = staged(model, layers_of(model, lambda m: [m.one, m.other, m.third, m.last]), ranks=2, chunks=2)
@@ -322,7 +322,7 @@ def test_stages_of_a_rank_share_parameters_without_copies() -> None:
         (3, 2, "layers= of the task gives the layers of 3 stages, and parallel.pipeline is 3 and .*chunks 2"),
     ],
 )
-def test_the_number_of_stages_is_named(ranks: int, chunks: int, said: str) -> None:
+def test_the_number_of_stages_is_named(ranks, chunks, said):
     model = three()
     chain = [model.one, model.other, model.third]
     lists = chain if (ranks, chunks) == (2, 3) else [[one] for one in chain]
@@ -330,7 +330,7 @@ def test_the_number_of_stages_is_named(ranks: int, chunks: int, said: str) -> No
         staged(model, layers_of(model, lambda m: lists), ranks, chunks)
 
 
-def test_the_stages_of_an_earlier_attempt_have_no_copies_of_sharded_parameters() -> None:
+def test_the_stages_of_an_earlier_attempt_have_no_copies_of_sharded_parameters():
     """Ranks would wait for rows of the copy that another rank has; the stages that were planned have no copies."""
     model: Any = tied()
     model.third = nn.Linear(3, 3)
@@ -342,7 +342,7 @@ def test_the_stages_of_an_earlier_attempt_have_no_copies_of_sharded_parameters()
         pipeline_strategy.divide(opening, planned, opening)
 
 
-def test_a_buffer_that_layers_share_stays_in_one_stage_though_ends_are_tied() -> None:
+def test_a_buffer_that_layers_share_stays_in_one_stage_though_ends_are_tied():
     table = Table(True)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), table) for _ in range(2)), nn.Linear(3, 3))
     model[2].weight = model[0][0].weight  # type: ignore[union-attr]
@@ -363,12 +363,12 @@ def three() -> nn.Module:
         (lambda m: [[m.one, m.other], m.third], "does not return a list of layers"),
     ],
 )
-def test_stages_that_a_task_gives_wrongly_are_refused(chain: Any, said: str) -> None:
+def test_stages_that_a_task_gives_wrongly_are_refused(chain, said):
     with pytest.raises(UserError, match=said):
         of(three(), chain)
 
 
-def test_stages_are_those_that_the_task_gives() -> None:
+def test_stages_are_those_that_the_task_gives():
     """Whatever they cost."""
     model = three()
     layers = layers_of(model, lambda m: [(m.one,), [torch.relu, m.other, m.third]])
@@ -376,7 +376,7 @@ def test_stages_are_those_that_the_task_gives() -> None:
     assert stages.are_given and stages.counts == [1, 3]
 
 
-def test_stages_have_equal_costs_and_weights_of_their_own() -> None:
+def test_stages_have_equal_costs_and_weights_of_their_own():
     """The only cut that leaves a shared weight in one stage is taken, however uneven."""
     model = three()
     layers = layers_of(model, lambda m: [m.one, m.other, m.third])
@@ -401,7 +401,7 @@ def test_stages_have_equal_costs_and_weights_of_their_own() -> None:
         ([1, 2, 1], False),
     ],
 )
-def test_stages_of_an_earlier_attempt_are_kept_if_they_fit(counts: list[int], fits: bool) -> None:
+def test_stages_of_an_earlier_attempt_are_kept_if_they_fit(counts, fits):
     """The second and the third layer share a buffer."""
     model = two(nn.Linear(3, 3), nn.Linear(3, 3), third=nn.Linear(3, 3), last=nn.Linear(3, 3))
     model.other.register_buffer("shift", torch.ones(3))  # type: ignore[union-attr]
@@ -419,7 +419,7 @@ class Around(nn.Sequential):
         return x + super().forward(x)
 
 
-def test_a_chain_does_nothing_but_call_its_layers() -> None:
+def test_a_chain_does_nothing_but_call_its_layers():
     assert is_chain(nn.Sequential(nn.Linear(3, 3)))
     assert not is_chain(Around(nn.Linear(3, 3)))
     hooked = nn.Sequential(nn.Linear(3, 3))
@@ -428,11 +428,11 @@ def test_a_chain_does_nothing_but_call_its_layers() -> None:
     assert not is_chain(two(nn.Linear(3, 3), nn.Linear(3, 3)))
 
 
-def test_functions_say_by_what_they_hold_which_parameters_are_theirs() -> None:
+def test_functions_say_by_what_they_hold_which_parameters_are_theirs():
     model = two(nn.Linear(3, 3), nn.Linear(3, 3), third=nn.Linear(3, 3))
     one, other = model.one, model.other
 
-    def chain(m: Any) -> list[Any]:
+    def chain(m):
         return [lambda x: one(x) + 1, functools.partial(lambda layer, x: layer(x), other), m.third.forward]
 
     assert [len(layer.held) for layer in layers_of(model, chain)] == [2, 2, 2]
@@ -482,7 +482,7 @@ class Language(nn.Module):
         return x
 
 
-def test_methods_of_the_model_use_what_they_read_of_it() -> None:
+def test_methods_of_the_model_use_what_they_read_of_it():
     """Also by another method or a property; and each stage computes with what it has kept."""
     model: Any = Language()
     ids = torch.tensor([[1, 2, 3]])
@@ -505,12 +505,12 @@ def test_methods_of_the_model_use_what_they_read_of_it() -> None:
 
 
 @pytest.mark.parametrize("method", ["by_name", "nested", "all_of_them", "keeps", "wrapped", "forward"])
-def test_methods_that_may_use_anything_of_the_model_are_refused(method: str) -> None:
+def test_methods_that_may_use_anything_of_the_model_are_refused(method):
     with pytest.raises(UserError, match=r"^layer 1 of layers= .* uses the whole model"):
         layers_of(Language(), lambda m: [m.body.block, getattr(m, method)])
 
 
-def test_what_stages_may_have_together() -> None:
+def test_what_stages_may_have_together():
     """A table that is saved nowhere; a weight of layers in the same stage."""
     assert of(with_table(False), lambda m: [m.one, m.other]).ranges == [range(1), range(1, 2)]
     model = tied()

@@ -24,7 +24,7 @@ from hpctrain.errors import UserError
 from hpctrain.train.seeds import host_random_state, restore_host_random_state
 from hpctrain.train.state import Placement
 from tests.support.choices import Rehearsed
-from tests.support.thread_groups import ThreadGroup, in_threads
+from tests.support.thread_groups import in_threads
 from tests.tasks.torch_tasks import make_framework, noisy_model, plain_model, samples, sgd, train
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -53,7 +53,7 @@ def saved(framework: TorchFramework) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_goes_on_bit_for_bit(name: str) -> None:
+def test_training_goes_on_bit_for_bit(name):
     settings = {"model": noisy_model, "optimizer": OPTIMIZERS[name], "ema_decay": 0.9}
     first = make_framework(alone(), **settings)
     train(first, 3)
@@ -70,7 +70,7 @@ def test_training_goes_on_bit_for_bit(name: str) -> None:
     assert all(again[key].dtype == arrays[key].dtype for key in arrays)
 
 
-def test_names_are_in_a_fixed_order_and_say_what_is_whose() -> None:
+def test_names_are_in_a_fixed_order_and_say_what_is_whose():
     framework = make_framework(alone(), model=noisy_model, ema_decay=0.5)
     train(framework, 1)
     names = [tensor.name for tensor in framework.state()]
@@ -86,7 +86,7 @@ def test_names_are_in_a_fixed_order_and_say_what_is_whose() -> None:
     assert {tensor.name for tensor in framework.state() if tensor.is_trained} == {f"model/{name}" for name in trained}
 
 
-def test_loading_says_what_is_wrong_and_changes_nothing() -> None:
+def test_loading_says_what_is_wrong_and_changes_nothing():
     framework = make_framework(alone())
     before = framework.weights_hash()
     arrays = saved(framework)
@@ -101,7 +101,7 @@ def test_loading_says_what_is_wrong_and_changes_nothing() -> None:
     assert framework.weights_hash() != before
 
 
-def test_a_rank_that_is_new_keeps_its_own_state() -> None:
+def test_a_rank_that_is_new_keeps_its_own_state():
     framework = make_framework(alone(), model=noisy_model)
     train(framework, 1)
     arrays = saved(framework)
@@ -111,7 +111,7 @@ def test_a_rank_that_is_new_keeps_its_own_state() -> None:
     assert torch.equal(framework.model[1].running_mean, mean)
 
 
-def test_bfloat16_is_held_as_uint16() -> None:
+def test_bfloat16_is_held_as_uint16():
     tensor = TorchTensor("model/x", torch.tensor([1.5, -2.0], dtype=torch.bfloat16))
     out = np.zeros(2, np.uint16)
     tensor.copy_into(out)
@@ -120,29 +120,29 @@ def test_bfloat16_is_held_as_uint16() -> None:
     assert tensor.tensor.tolist() == [-2.0, 1.5]
 
 
-def test_an_optimizer_that_cannot_be_saved_says_so() -> None:
+def test_an_optimizer_that_cannot_be_saved_says_so():
     framework = make_framework(alone(), optimizer=OPTIMIZERS["sgd"])
     framework.optimizer.state[framework.source.averages.parameters[0]]["history"] = [1, 2]
     with pytest.raises(UserError, match="SGD keeps a list as 'history'"):
         framework.state()
 
 
-def test_an_optimizer_of_another_model_is_refused() -> None:
+def test_an_optimizer_of_another_model_is_refused():
     with pytest.raises(UserError, match="not parameters of the task's model"):
         make_framework(alone(), optimizer=lambda model: torch.optim.SGD(plain_model().parameters(), lr=0.1))
 
 
-def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+def test_an_optimizer_that_needs_a_closure_is_refused():
     with pytest.raises(UserError, match="LBFGS evaluates the loss several times"):
         make_framework(alone(), optimizer=lambda model: torch.optim.LBFGS(model.parameters()))
 
 
-def test_a_lazy_layer_without_a_shape_is_refused_by_name() -> None:
+def test_a_lazy_layer_without_a_shape_is_refused_by_name():
     with pytest.raises(UserError, match=r"parameter 0\.weight has no shape yet"):
         make_framework(alone(), model=lambda: nn.Sequential(nn.LazyLinear(2)), optimizer=OPTIMIZERS["sgd"])
 
 
-def test_python_and_numpy_draw_the_same_again() -> None:
+def test_python_and_numpy_draw_the_same_again():
     random.gauss(0, 1)
     np.random.standard_normal()
     state = host_random_state()
@@ -151,7 +151,7 @@ def test_python_and_numpy_draw_the_same_again() -> None:
     assert [random.random(), random.gauss(0, 1), np.random.rand(), np.random.standard_normal()] == drawn
 
 
-def test_streams_of_random_numbers_are_others_after_each_change_of_the_number_of_ranks() -> None:
+def test_streams_of_random_numbers_are_others_after_each_change_of_the_number_of_ranks():
     framework = make_framework(alone())
     drawn = []
     for step in (0, 0, 7, 8):
@@ -161,7 +161,7 @@ def test_streams_of_random_numbers_are_others_after_each_change_of_the_number_of
     assert all(len(set(of_one)) == 3 for of_one in zip(*drawn, strict=True))
 
 
-def test_the_average_is_what_is_evaluated() -> None:
+def test_the_average_is_what_is_evaluated():
     framework = make_framework(alone(), ema_decay=0.9)
     train(framework, 5)
     batch = {"x": np.ones((4, 12), np.float32), "y": np.zeros(4, np.int64)}
@@ -174,7 +174,7 @@ def test_the_average_is_what_is_evaluated() -> None:
     assert framework.evaluate(batch)["loss"] == averaged
 
 
-def test_the_loss_scale_falls_at_once_and_rises_slowly() -> None:
+def test_the_loss_scale_falls_at_once_and_rises_slowly():
     scale = LossScale()
     assert scale.overflowed()
     assert scale.factor == INITIAL / 2
@@ -186,14 +186,14 @@ def test_the_loss_scale_falls_at_once_and_rises_slowly() -> None:
     assert scale.factor < 1e-3
 
 
-def test_equal_weights_have_equal_hashes_in_any_memory_format() -> None:
+def test_equal_weights_have_equal_hashes_in_any_memory_format():
     image = torch.randn(2, 3, 4, 5)
     assert digest([image]) == digest([image.to(memory_format=torch.channels_last)])
     assert digest([image]) != digest([image + 1])
 
 
-def test_rehearsals_leave_the_batch_as_it_was() -> None:
-    def scaled_in_place(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def test_rehearsals_leave_the_batch_as_it_was():
+    def scaled_in_place(model, batch):
         outputs: torch.Tensor = model(batch["x"].mul_(0.5))
         return outputs
 
@@ -201,7 +201,7 @@ def test_rehearsals_leave_the_batch_as_it_was() -> None:
     assert train(make_framework(alone(), forward=scaled_in_place, choice=Rehearsed), 1) == wanted
 
 
-def test_threads_are_those_of_the_run_file_also_where_no_supervisor_set_the_environment() -> None:
+def test_threads_are_those_of_the_run_file_also_where_no_supervisor_set_the_environment():
     before = torch.get_num_threads()
     try:
         make_framework(alone(), threads=before + 1)
@@ -210,19 +210,19 @@ def test_threads_are_those_of_the_run_file_also_where_no_supervisor_set_the_envi
         torch.set_num_threads(before)
 
 
-def test_averaging_leaves_no_graph_that_grows_from_step_to_step() -> None:
+def test_averaging_leaves_no_graph_that_grows_from_step_to_step():
     framework = make_framework(alone(), ema_decay=0.9)
     train(framework, 2)
     averages = framework.source.averages.values
     assert averages and all(average.grad_fn is None for average in averages)
 
 
-def test_no_memory_for_a_snapshot_is_told_as_such() -> None:
+def test_no_memory_for_a_snapshot_is_told_as_such():
     with pytest.raises(MemoryError, match="snapshot of 1000000000000000000 bytes"):
         make_framework(alone()).host.staging(10**18)
 
 
-def test_layers_that_a_task_keeps_in_evaluation_mode_stay_there_after_an_evaluation() -> None:
+def test_layers_that_a_task_keeps_in_evaluation_mode_stay_there_after_an_evaluation():
     framework = make_framework(alone(), model=noisy_model)
     norm = framework.model[1]
     norm.eval()
@@ -237,16 +237,16 @@ def test_layers_that_a_task_keeps_in_evaluation_mode_stay_there_after_an_evaluat
     assert all(module.training for module in fresh.model.modules())
 
 
-def test_a_loss_of_one_value_a_sample_is_a_clear_error() -> None:
-    def each(outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def test_a_loss_of_one_value_a_sample_is_a_clear_error():
+    def each(outputs, batch):
         return nn.functional.cross_entropy(outputs, batch["y"], reduction="none")
 
     with pytest.raises(UserError, match=r"the loss has shape \[30\]"):
         train(make_framework(alone(), loss=each), 1)
 
 
-def test_a_half_precision_loss_is_summed_in_full_precision() -> None:
-    def loss(outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def test_a_half_precision_loss_is_summed_in_full_precision():
+    def loss(outputs, batch):
         return (nn.functional.cross_entropy(outputs, batch["y"]) * 0 + outputs.sum() * 0 + 3000).half()
 
     batch = {name: array[:30] for name, array in samples().items()}
@@ -254,7 +254,7 @@ def test_a_half_precision_loss_is_summed_in_full_precision() -> None:
     assert result.loss == (90000, 30)  # more than fp16 can hold
 
 
-def test_channels_last_is_refused_by_name_where_there_are_volumes() -> None:
+def test_channels_last_is_refused_by_name_where_there_are_volumes():
     with pytest.raises(UserError, match=r"0\.weight has 5 dimensions"):
         make_framework(alone(), model=lambda: nn.Sequential(nn.Conv3d(1, 1, 1)), optimizer=sgd, channels_last=True)
     model = nn.Linear(2, 2)
@@ -288,16 +288,14 @@ class Pair(Group):
         ("cuda", True, False, None),  # sums over MPI, which may share
     ],
 )
-def test_horovod_is_not_handed_what_it_cannot_sum(
-    monkeypatch: pytest.MonkeyPatch, device: str, cuda: bool, nccl: bool, found: str | None
-) -> None:
+def test_horovod_is_not_handed_what_it_cannot_sum(monkeypatch, device, cuda, nccl, found):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-1"))
     error = unfit(FakeHorovod(cuda, nccl), Pair("data"), torch.device(device))
     assert (error is None) == (found is None)
     assert found is None or found in str(error)
 
 
-def test_ranks_of_different_nccl_hosts_may_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_different_nccl_hosts_may_share_a_gpu(monkeypatch):
     """NCCL refuses two ranks of one host on one GPU only, and NCCL_HOSTID says what a host is."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-1"))
     told = set()
@@ -307,10 +305,10 @@ def test_ranks_of_different_nccl_hosts_may_share_a_gpu(monkeypatch: pytest.Monke
     assert len(told) == 2
 
 
-def test_all_ranks_learn_that_one_of_them_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_learn_that_one_of_them_has_no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-1"))
 
-    def work(group: ThreadGroup) -> bool:
+    def work(group):
         device = torch.device("cpu" if group.rank else "cuda")
         return each_has_a_gpu(World(group, group, group, node=0, nodes=1, host="here"), device)
 
@@ -341,7 +339,7 @@ class Mixed(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_optimizer_state_keeps_its_own_types_and_counts(dtype: torch.dtype) -> None:
+def test_optimizer_state_keeps_its_own_types_and_counts(dtype):
     first, second = (make_framework(alone(), optimizer=lambda model: Mixed(model, dtype)) for _ in range(2))
     train(first, 3)
     arrays = saved(first)
@@ -371,7 +369,7 @@ class Centred(nn.Module):
         return self.inner(x - self.mean)
 
 
-def test_rehearsals_put_back_buffers_that_forward_replaces() -> None:
+def test_rehearsals_put_back_buffers_that_forward_replaces():
     plain = make_framework(alone(), model=Centred)
     wanted = train(plain, 2)
     measured = make_framework(alone(), model=Centred, choice=Rehearsed)
@@ -379,11 +377,11 @@ def test_rehearsals_put_back_buffers_that_forward_replaces() -> None:
     assert torch.equal(measured.model.mean, plain.model.mean)
 
 
-def test_buffers_are_each_ranks_own() -> None:
+def test_buffers_are_each_ranks_own():
     placement = {tensor.name: tensor.placement for tensor in make_framework(alone(), model=Centred).state()}
     assert placement["model/mean"] is Placement.RANK
 
 
-def test_an_average_of_16_bit_weights_is_refused() -> None:
+def test_an_average_of_16_bit_weights_is_refused():
     with pytest.raises(UserError, match="16 bits"):
         make_framework(alone(), model=lambda: plain_model().bfloat16(), ema_decay=0.999)

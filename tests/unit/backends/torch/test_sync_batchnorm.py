@@ -69,7 +69,7 @@ def passes(layer: nn.Module, values: Tensor, mode: Any = None) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_every_kind_of_layer_computes_what_torch_does(name: str) -> None:
+def test_every_kind_of_layer_computes_what_torch_does(name):
     torch.manual_seed(1)
     values = torch.randn(5, 6, dtype=torch.float64) + 3
     own = LAYERS[name]().double()
@@ -84,7 +84,7 @@ def test_every_kind_of_layer_computes_what_torch_does(name: str) -> None:
 
 @pytest.mark.parametrize(("layer", "shape"), [(nn.BatchNorm2d, (4, 3, 5, 2)), (nn.BatchNorm3d, (2, 3, 2, 2, 3))])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_images_volumes_and_half_precision(layer: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_images_volumes_and_half_precision(layer, shape, dtype):
     torch.manual_seed(1)
     values = torch.randn(shape).to(dtype)
     own = layer(3)
@@ -97,7 +97,7 @@ def test_images_volumes_and_half_precision(layer: Any, shape: tuple[int, ...], d
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_layers_meet_again_in_the_backward_pass(reentrant: bool) -> None:
+def test_checkpointed_layers_meet_again_in_the_backward_pass(reentrant):
     model = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
     values = torch.randn(5, 3, requires_grad=True)
     statistics = joint()
@@ -106,7 +106,7 @@ def test_checkpointed_layers_meet_again_in_the_backward_pass(reentrant: bool) ->
     assert statistics.meetings == 3, "forward, forward again, backward"
 
 
-def test_one_value_in_all_is_refused_but_for_a_trial() -> None:
+def test_one_value_in_all_is_refused_but_for_a_trial():
     layer, value = nn.BatchNorm1d(2), torch.zeros(1, 2)
     with OverRanks(joint()), pytest.raises(UserError, match="one value per channel on all ranks"):
         layer(value)
@@ -114,7 +114,7 @@ def test_one_value_in_all_is_refused_but_for_a_trial() -> None:
         assert layer(value).isfinite().all() and layer.running_var.isfinite().all()
 
 
-def test_the_model_says_by_its_layers_what_it_wants() -> None:
+def test_the_model_says_by_its_layers_what_it_wants():
     plain, own = nn.Sequential(nn.BatchNorm1d(2)), nn.Sequential(nn.SyncBatchNorm(2))
     mixed = nn.Sequential(nn.BatchNorm1d(2), nn.SyncBatchNorm(2))
     assert not wants_joint_statistics(plain, False) and wants_joint_statistics(plain, True)
@@ -124,7 +124,7 @@ def test_the_model_says_by_its_layers_what_it_wants() -> None:
         wants_joint_statistics(mixed, False)
 
 
-def test_compiled_parts_are_refused() -> None:
+def test_compiled_parts_are_refused():
     scripted = torch.jit.ScriptModule.__new__(torch.jit.ScriptModule)
     nn.Module.__init__(scripted)
     model = nn.Sequential(scripted)
@@ -138,13 +138,13 @@ def test_compiled_parts_are_refused() -> None:
         Config("run", "a:b", TrainConfig(steps=1, global_batch=1, compile=True, sync_batchnorm=True))
 
 
-def test_buffers_of_batchnorm_are_equal_on_all_ranks_by_all_their_names() -> None:
+def test_buffers_of_batchnorm_are_equal_on_all_ranks_by_all_their_names():
     layer = nn.BatchNorm1d(2)
     model = nn.Sequential(layer, nn.Sequential(layer), nn.InstanceNorm1d(2, track_running_stats=True))
     assert {name for name in joint_names(model) if "running_mean" in name} == {"0.running_mean", "1.0.running_mean"}
 
 
-def test_an_export_is_that_of_plain_batchnorm() -> None:
+def test_an_export_is_that_of_plain_batchnorm():
     framework = make_framework(alone(), lambda: nn.Sequential(nn.Linear(12, 3), nn.BatchNorm1d(3)), sync_batchnorm=True)
     framework.step([{"x": np.ones((4, 12), np.float32), "y": np.zeros(4, np.int64)}], 4)
     plain = nn.Sequential(nn.Linear(12, 3), nn.BatchNorm1d(3))
@@ -247,7 +247,7 @@ def called(name: str, kernel: Callable[..., Any], *arguments: Any) -> Any:
 
 
 @pytest.mark.parametrize("affine", [True, False])
-def test_gpus_normalise_over_the_samples_of_all_ranks(affine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_normalise_over_the_samples_of_all_ranks(affine, monkeypatch):
     for name, kernel in KERNELS.items():
         monkeypatch.setattr(torch, f"batch_norm_{name}", functools.partial(called, name, kernel))
     torch.manual_seed(1)
@@ -257,7 +257,7 @@ def test_gpus_normalise_over_the_samples_of_all_ranks(affine: bool, monkeypatch:
     wanted = passes(whole, values, contextlib.nullcontext())
     slopes = torch.arange(values.numel()).view_as(values).double()
 
-    def one(group: ThreadGroup) -> list[Any]:
+    def one(group):
         layer, exchange, own = layers[group.rank], Threads(group), values[parts[group.rank]].clone().requires_grad_()
         for _ in range(2):
             weights = layer.weight, layer.bias, layer.running_mean, layer.running_var
@@ -283,7 +283,7 @@ def test_gpus_normalise_over_the_samples_of_all_ranks(affine: bool, monkeypatch:
         torch.testing.assert_close(layer.running_mean, whole.running_mean, rtol=1e-10, atol=1e-10)
 
 
-def test_one_value_on_all_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_value_on_all_gpus_is_refused(monkeypatch):
     monkeypatch.setattr(torch, "batch_norm_stats", stats)
     alone: Any = SimpleNamespace(gather=lambda own: own[None], add=lambda sums: None)
     with pytest.raises(UserError, match="one value per channel"):

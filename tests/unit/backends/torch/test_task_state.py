@@ -8,7 +8,6 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -219,7 +218,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_that_hold_more_than_their_own_state_resume(name: str) -> None:
+def test_optimizers_that_hold_more_than_their_own_state_resume(name):
     names = resumes(lambda: make_framework(alone(), optimizer=OPTIMIZERS[name]))
     assert any(one.startswith(("optimizer/", "held/optimizer/")) for one in names)
 
@@ -234,7 +233,7 @@ def left_out(framework: TorchFramework) -> list[str]:
 
 
 @pytest.mark.parametrize("place", ["list", "dict", "ids"])
-def test_what_an_optimizer_keeps_in_attributes_is_said_to_be_left_out(place: str) -> None:
+def test_what_an_optimizer_keeps_in_attributes_is_said_to_be_left_out(place):
     framework = make_framework(alone(), optimizer=lambda model: Lookahead(sgd(model), place))
     train(framework, 2)  # the third update changes the slow weights, too
     assert framework.facts.undeclared == ()
@@ -257,12 +256,12 @@ class Each(Optimizer):
 
 
 @pytest.mark.parametrize("key", [id, lambda parameter: parameter])
-def test_state_by_parameter_or_its_id_has_the_parameters_name(key: Callable[[Tensor], Any]) -> None:
+def test_state_by_parameter_or_its_id_has_the_parameters_name(key):
     names = resumes(lambda: make_framework(alone(), optimizer=lambda model: Each(model.parameters(), key)))
     assert {f"optimizer/inner.{name}.exp_avg/{name}" for name, _ in plain_model().named_parameters()} <= names
 
 
-def test_state_by_ids_of_other_objects_is_refused() -> None:
+def test_state_by_ids_of_other_objects_is_refused():
     model = plain_model()
     ids = {id(parameter): id(module) for module in model for parameter in module.parameters()}
     with pytest.raises(UserError, match=r"the optimizer holds state at inner\.\d+, where a key is an object's id"):
@@ -272,13 +271,13 @@ def test_state_by_ids_of_other_objects_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_is_saved_of_an_optimizer_is_not_said_to_be_left_out(name: str) -> None:
+def test_what_is_saved_of_an_optimizer_is_not_said_to_be_left_out(name):
     framework = make_framework(alone(), optimizer=OPTIMIZERS[name])
     assert left_out(framework) == (["optimizer: count"] if name == "tensors in groups" else [])
 
 
 @pytest.mark.parametrize("name", ["shared groups", "own groups", "merged state", "duck", "nested", "speaking"])
-def test_the_schedule_reaches_inner_optimizers_before_and_after_a_resume(name: str) -> None:
+def test_the_schedule_reaches_inner_optimizers_before_and_after_a_resume(name):
     framework = make_framework(alone(), optimizer=OPTIMIZERS[name])
     framework.set_learning_rate(0.5)
     train(framework, 1)
@@ -312,7 +311,7 @@ class Late(Optimizer):
             each.sub_(group["lr"] * each.grad)
 
 
-def test_state_of_what_is_no_parameter_is_refused_by_name() -> None:
+def test_state_of_what_is_no_parameter_is_refused_by_name():
     framework = make_framework(alone(), optimizer=lambda model: Late(model.parameters(), "string"))
     train(framework, 1)
     with pytest.raises(UserError, match="Late keeps state under 'all'"):
@@ -320,23 +319,23 @@ def test_state_of_what_is_no_parameter_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("keep", ["momentum", "nothing", "constant"])
-def test_what_an_optimizer_makes_and_changes_in_its_updates_is_said_to_be_left_out(keep: str) -> None:
+def test_what_an_optimizer_makes_and_changes_in_its_updates_is_said_to_be_left_out(keep):
     framework = make_framework(alone(), optimizer=lambda model: Late(model.parameters(), keep))
     assert left_out(framework) == [f"optimizer: past.{index}" for index in range(6 if keep == "momentum" else 0)]
 
 
 @pytest.mark.parametrize("keep", ["nothing", "constant"])
-def test_an_optimizer_without_state_is_no_suspect(keep: str) -> None:
+def test_an_optimizer_without_state_is_no_suspect(keep):
     names = resumes(lambda: make_framework(alone(), optimizer=lambda model: Late(model.parameters(), keep)))
     assert not any("optimizer" in name for name in names)
 
 
-def test_an_optimizer_that_is_none_is_refused() -> None:
+def test_an_optimizer_that_is_none_is_refused():
     with pytest.raises(UserError, match=r"neither is nor holds a torch\.optim\.Optimizer"):
         make_framework(alone(), optimizer=lambda model: object())  # type: ignore[arg-type,return-value]
 
 
-def test_an_inner_optimizer_of_another_model_is_refused() -> None:
+def test_an_inner_optimizer_of_another_model_is_refused():
     with pytest.raises(UserError, match="not parameters of the task's model"):
         make_framework(alone(), optimizer=lambda model: OwnGroups(sgd(model), sgd(plain_model())))
 
@@ -489,12 +488,12 @@ LOSSES: dict[str, Callable[[], Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_with_state_resumes(name: str) -> None:
+def test_a_loss_with_state_resumes(name):
     names = resumes(lambda: make_framework(alone(), loss=LOSSES[name]()))
     assert any(one.startswith(("held/loss/", "rng/held/loss")) for one in names)
 
 
-def test_generators_of_the_tasks_own_begin_other_streams_at_another_number_of_ranks() -> None:
+def test_generators_of_the_tasks_own_begin_other_streams_at_another_number_of_ranks():
     framework = make_framework(alone(), loss=noisy())
     drawn = []
     for step in (0, 5, 6):
@@ -506,9 +505,9 @@ def test_generators_of_the_tasks_own_begin_other_streams_at_another_number_of_ra
 
 
 @pytest.mark.parametrize("differ", [False, True])
-def test_generators_of_the_tasks_own_draw_the_same_on_ranks_of_one_model(differ: bool) -> None:
+def test_generators_of_the_tasks_own_draw_the_same_on_ranks_of_one_model(differ):
     class Two(Group):
-        def same(self, number: int, *_: Any, **__: Any) -> bool:
+        def same(self, number, *_, **__):
             return not differ
 
     world = dataclasses.replace(alone(), tensor=Two("tensor"))
@@ -520,7 +519,7 @@ def test_generators_of_the_tasks_own_draw_the_same_on_ranks_of_one_model(differ:
     assert (source.task_state.generators_checksum() != before) == differ
 
 
-def test_a_loss_in_a_global_of_a_function_that_it_calls_resumes() -> None:
+def test_a_loss_in_a_global_of_a_function_that_it_calls_resumes():
     first = make_framework(alone(), loss=fresh_global())
     train(first, 3)
     arrays = saved(first)
@@ -531,7 +530,7 @@ def test_a_loss_in_a_global_of_a_function_that_it_calls_resumes() -> None:
     assert "held/loss/module/helper.criterion.center" in arrays
 
 
-def test_buffers_of_a_loss_are_each_ranks_own_and_its_parameters_are_not() -> None:
+def test_buffers_of_a_loss_are_each_ranks_own_and_its_parameters_are_not():
     framework = make_framework(alone(), loss=Centred())
     placement = {tensor.name: tensor.placement for tensor in framework.state()}
     assert placement["held/loss/module/center"] is Placement.RANK
@@ -539,7 +538,7 @@ def test_buffers_of_a_loss_are_each_ranks_own_and_its_parameters_are_not() -> No
     assert "held/loss/module/cache" not in placement
 
 
-def test_what_changes_in_attributes_of_a_loss_is_said_to_be_left_out_unless_it_is_written_down_only() -> None:
+def test_what_changes_in_attributes_of_a_loss_is_said_to_be_left_out_unless_it_is_written_down_only():
     names = ["calls", "mean", "scalar", "total"]
     assert left_out(make_framework(alone(), loss=Annealed())) == [f"loss: {name}" for name in names]
     counting = closure(Annealed(), counts=True)
@@ -548,30 +547,30 @@ def test_what_changes_in_attributes_of_a_loss_is_said_to_be_left_out_unless_it_i
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_what_is_saved_of_a_loss_is_not_said_to_be_left_out(name: str) -> None:
+def test_what_is_saved_of_a_loss_is_not_said_to_be_left_out(name):
     assert left_out(make_framework(alone(), loss=LOSSES[name]())) == []
 
 
-def test_a_state_that_has_no_place_any_more_is_told() -> None:
+def test_a_state_that_has_no_place_any_more_is_told():
     framework = make_framework(alone(), loss=Centred())
     with pytest.raises(UserError, match=r"held/loss/module/center was saved, and the task has no place for it"):
         make_framework(alone()).load(saved(framework))
 
 
-def test_a_forward_with_state_resumes() -> None:
-    def make() -> TorchFramework:
+def test_a_forward_with_state_resumes():
+    def make():
         inner = Extra()
         return make_framework(alone(), forward=lambda model, batch: inner(model(batch["x"])))
 
     assert any(name.startswith("held/forward/extra/inner/") for name in resumes(make))
 
 
-def test_extra_state_of_a_model_resumes() -> None:
+def test_extra_state_of_a_model_resumes():
     names = resumes(lambda: make_framework(alone(), model=lambda: nn.Sequential(*plain_model(), Extra())))
     assert "held/model/extra/5/structure" in names
 
 
-def test_the_names_and_shapes_of_extra_state_stay_while_its_numbers_change() -> None:
+def test_the_names_and_shapes_of_extra_state_stay_while_its_numbers_change():
     framework = make_framework(alone(), model=lambda: nn.Sequential(*plain_model(), Extra()))
     train(framework, 1)
     before = {name: array.shape for name, array in saved(framework).items()}
@@ -579,18 +578,18 @@ def test_the_names_and_shapes_of_extra_state_stay_while_its_numbers_change() -> 
     assert {name: array.shape for name, array in saved(framework).items()} == before
 
 
-def test_extra_state_that_cannot_be_saved_is_refused_by_name() -> None:
+def test_extra_state_that_cannot_be_saved_is_refused_by_name():
     class Odd(Extra):
-        def get_extra_state(self) -> Any:
+        def get_extra_state(self):
             return {"deep": [object()]}
 
     with pytest.raises(UserError, match=r"the extra state of Odd, deep, 0 is an object, which cannot be saved"):
         make_framework(alone(), model=lambda: nn.Sequential(*plain_model(), Odd())).state()
 
 
-def test_extra_state_that_cannot_be_put_back_is_refused_by_name() -> None:
+def test_extra_state_that_cannot_be_put_back_is_refused_by_name():
     class Mute(nn.Identity):
-        def get_extra_state(self) -> int:
+        def get_extra_state(self):
             return 3
 
     with pytest.raises(UserError, match="Mute has get_extra_state and no set_extra_state"):
@@ -598,8 +597,8 @@ def test_extra_state_that_cannot_be_put_back_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("name", [*LOSSES, "extra state of the model"])
-def test_rehearsals_leave_the_state_of_a_loss_as_it_was(name: str) -> None:
-    def make(choice: type[ReducerChoice]) -> TorchFramework:
+def test_rehearsals_leave_the_state_of_a_loss_as_it_was(name):
+    def make(choice):
         if name in LOSSES:
             return make_framework(alone(), loss=LOSSES[name](), choice=choice)
         return make_framework(alone(), model=lambda: nn.Sequential(*plain_model(), Extra()), choice=choice)
@@ -631,8 +630,8 @@ PLAIN: dict[str, Callable[[], Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_rehearsals_and_the_dry_call_leave_plain_attributes_as_they_were(name: str) -> None:
-    def make(choice: type[ReducerChoice]) -> TorchFramework:
+def test_rehearsals_and_the_dry_call_leave_plain_attributes_as_they_were(name):
+    def make(choice):
         return make_framework(alone(), loss=PLAIN[name](), choice=choice)
 
     rehearsed = make(Rehearsed)
@@ -658,7 +657,7 @@ class Counted:
         self.calls = saved
 
 
-def test_declared_state_has_one_name_and_rehearsals_and_the_dry_call_leave_it(tmp_path: Path) -> None:
+def test_declared_state_has_one_name_and_rehearsals_and_the_dry_call_leave_it(tmp_path):
     counted = Counted()
     framework = make_framework(alone(), loss=counted, state={"calls": counted}, choice=Rehearsed)
     assert not [tensor.name for tensor in framework.state() if tensor.name.startswith("held/")]
@@ -674,7 +673,7 @@ def test_declared_state_has_one_name_and_rehearsals_and_the_dry_call_leave_it(tm
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.uint16, torch.int64, torch.bool, torch.complex64]
 )
-def test_tensors_come_back_with_their_types(dtype: torch.dtype) -> None:
+def test_tensors_come_back_with_their_types(dtype):
     value = {"x": torch.arange(6).reshape(2, 3).T.to(dtype)}
     leaves = TorchLeaves(torch.device("cpu"))
     found = tree_tensors("t", value, Placement.RANK, leaves, "it")
@@ -682,7 +681,7 @@ def test_tensors_come_back_with_their_types(dtype: torch.dtype) -> None:
     assert back["x"].dtype == dtype and torch.equal(back["x"], value["x"])
 
 
-def test_what_is_left_out_is_named_once_after_two_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_left_out_is_named_once_after_two_steps(tmp_path, capsys):
     framework = make_framework(alone(), optimizer=lambda model: Late(model.parameters(), "momentum"), loss=Annealed())
     data = TrainingData(open_dataset(samples()), Order(183, 30, seed=0), 0, 1, prefetch=0)
     config = CheckpointConfig(every_steps=1)
@@ -711,7 +710,7 @@ class CountsPasses(nn.Module):
         return outputs
 
 
-def test_what_a_model_keeps_besides_its_tensors_is_undone_after_a_trial_and_saved_or_named() -> None:
+def test_what_a_model_keeps_besides_its_tensors_is_undone_after_a_trial_and_saved_or_named():
     framework, batch = make_framework(alone(), lambda: nn.Sequential(CountsPasses())), samples()
     framework.dry_call(batch, [batch])
     assert framework.model[0].passes == 0

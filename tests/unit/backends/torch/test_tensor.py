@@ -87,7 +87,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("words", "what"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_cannot_be_cut_is_refused_by_name(words: dict[str, Any], what: str) -> None:
+def test_what_cannot_be_cut_is_refused_by_name(words, what):
     with pytest.raises(UserError, match=re.escape(what)):
         layers_to_cut(Everything(), words, 2)
     assert layers_to_cut(Everything(), words, 1) == []
@@ -96,7 +96,7 @@ def test_what_cannot_be_cut_is_refused_by_name(words: dict[str, Any], what: str)
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # by torch.compile itself
 @pytest.mark.parametrize("compiled", [False, True])
-def test_tiles_are_of_what_any_number_of_ranks_would_cut(compiled: bool) -> None:
+def test_tiles_are_of_what_any_number_of_ranks_would_cut(compiled):
     """Also in blocks, and layers of them, that the task has compiled."""
     model: Any = Gpt()
     if compiled:
@@ -109,7 +109,7 @@ def test_tiles_are_of_what_any_number_of_ranks_would_cut(compiled: bool) -> None
     assert len(found) == 2 * 6 + 1
 
 
-def test_patterns_name_layers() -> None:
+def test_patterns_name_layers():
     found = {one.name: one.word for one in layers_to_cut(Gpt(), LAYERS, 2)}
     assert found["blocks.1.qkv"] == columns(parts=3, heads=4)
     assert len(found) == 2 + 2 * 4
@@ -117,13 +117,13 @@ def test_patterns_name_layers() -> None:
 
 
 @pytest.mark.parametrize("options", [{"parts": 0}, {"heads": 0}, {"parts": 3, "gathers": True}])
-def test_words_that_mean_nothing(options: dict[str, Any]) -> None:
+def test_words_that_mean_nothing(options):
     with pytest.raises(UserError, match=re.escape("columns(parts=")):
         columns(**options)
 
 
 @given(ranks=st.integers(1, 5), parts=st.integers(1, 4), length=st.integers(1, 3), axis=st.integers(0, 1))
-def test_the_parts_of_all_ranks_make_up_the_whole(ranks: int, parts: int, length: int, axis: int) -> None:
+def test_the_parts_of_all_ranks_make_up_the_whole(ranks, parts, length, axis):
     shape = [2, 2]
     shape[axis] = ranks * parts * length
     whole = torch.arange(shape[0] * shape[1]).reshape(shape)
@@ -144,9 +144,7 @@ def test_the_parts_of_all_ranks_make_up_the_whole(ranks: int, parts: int, length
     length=st.integers(1, 3),
     axis=st.integers(0, 1),
 )
-def test_rows_of_the_parts_of_all_ranks_make_up_the_whole(
-    ranks: int, data: int, parts: int, length: int, axis: int
-) -> None:
+def test_rows_of_the_parts_of_all_ranks_make_up_the_whole(ranks, data, parts, length, axis):
     shape = [5, 5]
     shape[axis] = ranks * parts * length
     whole = torch.arange(shape[0] * shape[1]).reshape(shape)
@@ -168,14 +166,14 @@ def test_rows_of_the_parts_of_all_ranks_make_up_the_whole(
     assert torch.equal(found, whole) and firsts == 1
 
 
-def test_what_a_group_has_alike_is_shared_out_alike() -> None:
+def test_what_a_group_has_alike_is_shared_out_alike():
     tensor = Partition(TPGroup(OneOf(1, 2)), {}, frozenset())
     found = tensor.rows("norm", (6,), 2, 5)
     assert [cut for _, cut in found.views(torch.zeros(3))] == [Cut((6,), (2,), 1, 2)]
     assert [cut for _, cut in tensor.rows("scale", (), 0, 1).views(torch.zeros(()))] == [Cut((), (), 1, 2)]
 
 
-def test_parameters_stay_what_optimizers_hold_and_state_from_the_start_is_cut_too() -> None:
+def test_parameters_stay_what_optimizers_hold_and_state_from_the_start_is_cut_too():
     model = Gpt()
     optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
     qkv, before = model.blocks[0].qkv.weight, model.blocks[0].qkv.weight.detach().clone()
@@ -190,7 +188,7 @@ def test_parameters_stay_what_optimizers_hold_and_state_from_the_start_is_cut_to
     }
 
 
-def test_values_that_are_whole_where_parts_should_come_are_refused() -> None:
+def test_values_that_are_whole_where_parts_should_come_are_refused():
     model = Gpt()
     cut_model(model, layers_to_cut(model, {"blocks.*.down": rows}, 2), TPGroup(OneOf(0, 2)), OneOf(0, 1), [])
     with pytest.raises(UserError, match=r"blocks\.0\.down gets 64 inputs, but each rank has weights for 32"):
@@ -216,12 +214,12 @@ def of_forces(model: nn.Module) -> dict[str, Tensor]:
     return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
 
 
-def test_gradients_of_gradients_are_those_of_the_whole_model() -> None:
+def test_gradients_of_gradients_are_those_of_the_whole_model():
     model = Potential().double()
     wanted = of_forces(model)
     words = {"up": columns, "down": rows, "last": columns(gathers=True)}
 
-    def on_a_rank(group: Group) -> float:
+    def on_a_rank(group):
         own = copy.deepcopy(model)
         cut = cut_model(own, layers_to_cut(own, words, 2), TPGroup(group), Group("data"), [])
         found = of_forces(own)
@@ -234,10 +232,10 @@ def test_gradients_of_gradients_are_those_of_the_whole_model() -> None:
 
 
 @pytest.mark.parametrize(("other", "goes"), [(2.0, True), (2.0 + 1e-12, True), (2.1, False), (np.nan, False)])
-def test_ranks_of_a_group_that_see_other_samples_are_found(other: float, goes: bool) -> None:
+def test_ranks_of_a_group_that_see_other_samples_are_found(other, goes):
     slices = {"weight": slices_of((4, 4), 0, 1, OneOf(0, 2), OneOf(0, 1))}
 
-    def on_a_rank(group: Group) -> str:
+    def on_a_rank(group):
         try:
             Partition(TPGroup(group), slices, frozenset()).require_same_loss((other if group.rank else 2.0, 3.0), 7)
         except UserError as error:
@@ -261,7 +259,7 @@ def config(folder: Path, **task_args: Any) -> Config:
     return load(None, [word for key, value in words.items() for word in (f"--{key}", str(value))])
 
 
-def test_one_process_tries_a_task_for_many(tmp_path: Path) -> None:
+def test_one_process_tries_a_task_for_many(tmp_path):
     """As ``hpctrain doctor`` does: the map of the layers is looked at, too."""
     try_task(config(tmp_path))
     with pytest.raises(
@@ -270,7 +268,7 @@ def test_one_process_tries_a_task_for_many(tmp_path: Path) -> None:
         try_task(config(tmp_path, leave_out="head"))
 
 
-def test_ranks_that_do_not_make_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_do_not_make_groups(tmp_path, monkeypatch):
     for name, value in quiet_environment(False, {}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=r"parallel\.tensor is 2, and 1 rank does not divide into groups of that size"):
@@ -278,7 +276,7 @@ def test_ranks_that_do_not_make_groups(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("tensor", "ranks"), [(2, 3), (4, 2)])
-def test_groups_over_two_nodes_are_refused_with_the_run_file(tensor: int, ranks: int) -> None:
+def test_groups_over_two_nodes_are_refused_with_the_run_file(tensor, ranks):
     with pytest.raises(
         WrongValue, match=rf"parallel\.tensor is {tensor}, which does not divide launch\.ranks_per_node"
     ):
@@ -291,7 +289,7 @@ def test_groups_over_two_nodes_are_refused_with_the_run_file(tensor: int, ranks:
         )
 
 
-def test_the_page_shows_a_task_that_can_be_cut(tmp_path: Path) -> None:
+def test_the_page_shows_a_task_that_can_be_cut(tmp_path):
     (without_values,), (example,) = (
         re.findall(r"```python\n(.*?)```", (PAGES / page).read_text(encoding="utf-8"), re.S)
         for page in ("parallel.md", "tensor.md")
@@ -309,8 +307,8 @@ def test_the_page_shows_a_task_that_can_be_cut(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("differ", [False, True])
-def test_replicated_gradients_may_be_sparse(differ: bool) -> None:
-    def on_a_rank(group: Group) -> str:
+def test_replicated_gradients_may_be_sparse(differ):
+    def on_a_rank(group):
         table = nn.Parameter(torch.ones(3, 2))
         table.grad = torch.sparse_coo_tensor(
             [[1]], torch.ones(1, 2) + group.rank * differ, (3, 2), check_invariants=False

@@ -67,7 +67,7 @@ class Wrapper(Hits):
         (Selected(Hits, outputs_and_classes), r"metrics\['it'\] of the task is the class Hits"),
     ],
 )
-def test_a_metric_that_cannot_be_merged_exactly_is_refused_by_name(metric: Any, said: str) -> None:
+def test_a_metric_that_cannot_be_merged_exactly_is_refused_by_name(metric, said):
     with pytest.raises(UserError, match=said):
         make_framework(alone(), metrics={"it": metric})
 
@@ -84,14 +84,14 @@ def test_a_metric_that_cannot_be_merged_exactly_is_refused_by_name(metric: Any, 
         (Selected(Hits(), lambda outputs, batch: (outputs, batch["x"])), r"metrics\['it'\] fails: RuntimeError"),
     ],
 )
-def test_a_metric_that_fails_on_the_first_batch_is_named_with_the_line(metric: Any, said: str) -> None:
+def test_a_metric_that_fails_on_the_first_batch_is_named_with_the_line(metric, said):
     framework = make_framework(alone(), metrics={"it": metric})
     with pytest.raises(UserError, match=said) as caught:
         try_meters(framework, samples())
     assert caught.value.fix
 
 
-def test_each_evaluation_begins_afresh_and_half_precision_is_full_for_metrics() -> None:
+def test_each_evaluation_begins_afresh_and_half_precision_is_full_for_metrics():
     metrics = {"hits": Selected(Hits(), outputs_and_classes), "median": Selected(Median(), outputs_and_classes)}
     framework = make_framework(alone(), metrics=metrics, precision="bf16")
     first = evaluate(framework, {"validation": [samples()]}, Group("alone"))
@@ -105,13 +105,13 @@ def test_each_evaluation_begins_afresh_and_half_precision_is_full_for_metrics() 
 
 
 @pytest.mark.parametrize("lazy", [torch.conj, lambda values: values.conj().imag])
-def test_values_that_torch_conjugates_or_negates_later_come_to_the_host(lazy: Any) -> None:
+def test_values_that_torch_conjugates_or_negates_later_come_to_the_host(lazy):
     values = lazy(torch.tensor([1 + 2j, 3 - 1j]))
     for found in (to_host(values), on_host(values)):
         np.testing.assert_array_equal(found, values.resolve_conj().resolve_neg())
 
 
 @pytest.mark.parametrize(("output", "kind"), [((torch.ones(2),), "a tuple"), (torch.eye(2).to_sparse(), "sparse_coo")])
-def test_outputs_that_are_no_arrays_are_named(output: Any, kind: str) -> None:
+def test_outputs_that_are_no_arrays_are_named(output, kind):
     with pytest.raises(UserError, match=f"past of the model's outputs is .*{kind}"):
         on_host(output, "past")

@@ -45,7 +45,7 @@ def scores(samples: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize(("samples", "cut"), CUTS)
-def test_auc_and_curves(samples: int, cut: list[int]) -> None:
+def test_auc_and_curves(samples, cut):
     chances, classes = scores(samples)
     found = over_ranks(classification.BinaryAUROC(), cut, chances, classes)
     assert found == pytest.approx(sklearn.roc_auc_score(classes, chances), rel=1e-6)
@@ -61,7 +61,7 @@ def test_auc_and_curves(samples: int, cut: list[int]) -> None:
 
 
 @pytest.mark.parametrize(("samples", "cut"), CUTS)
-def test_f1_and_the_confusion_matrix(samples: int, cut: list[int]) -> None:
+def test_f1_and_the_confusion_matrix(samples, cut):
     rng = np.random.default_rng(samples)
     outputs, classes = rng.normal(size=(samples, 3)), np.append([0, 1, 2], rng.integers(0, 3, samples - 3))
     found = over_ranks(classification.MulticlassF1Score(3), cut, outputs, classes)
@@ -71,7 +71,7 @@ def test_f1_and_the_confusion_matrix(samples: int, cut: list[int]) -> None:
     assert flattened("it", counts).figures == {"it": Matrix(("0", "1", "2"), tuple(map(tuple, wanted.tolist())))}
 
 
-def test_a_long_curve_is_thinned_and_keeps_its_shape() -> None:
+def test_a_long_curve_is_thinned_and_keeps_its_shape():
     rng = np.random.default_rng(0)
     classes = rng.integers(0, 2, 20_000)
     chances = 1 / (1 + np.exp(-rng.normal(size=20_000) - 3 * classes))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -50,7 +49,7 @@ class Halved(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("kind", SEPARATE)
-def test_optimizers_update_parts_to_the_bits_of_a_whole_step(kind: type[torch.optim.Optimizer]) -> None:
+def test_optimizers_update_parts_to_the_bits_of_a_whole_step(kind):
     weights = []
     for parts in ([[0, 1, 2, 3]], [[2, 3], [0], [1]]):
         torch.manual_seed(0)
@@ -68,14 +67,14 @@ def test_optimizers_update_parts_to_the_bits_of_a_whole_step(kind: type[torch.op
 
 
 @pytest.mark.parametrize("hook", ["pre", "post", "replaced"])
-def test_what_watches_an_optimizer_sees_whole_gradients_and_changes_no_message(hook: str) -> None:
+def test_what_watches_an_optimizer_sees_whole_gradients_and_changes_no_message(hook):
     """It may be on one rank only."""
     found = []
     for watched in (False, True):
         model = network()
         optimizer, whole = torch.optim.SGD(model.parameters(), lr=0.1), list[bool]()
 
-        def watch(*given: object, model: nn.Module = model, whole: list[bool] = whole) -> None:
+        def watch(*given, model=model, whole=whole):
             whole.append(all(parameter.grad is not None for parameter in model.parameters()))
 
         trained = Trained("", optimizer, [], [], TrainConfig(steps=1), UpdateRule(None, None), uncut().norm)
@@ -116,7 +115,7 @@ def overwritten(hidden: Tensor) -> Tensor:
         (lambda hidden: Halved.apply(hidden).sum(), RunFailed, "@ torch.ones\\(7, 7\\)`", "set_detect_anomaly"),
     ],
 )
-def test_a_loss_without_a_gradient_is_told_in_a_sentence(loss, kind, what, fix) -> None:  # type: ignore[no-untyped-def]
+def test_a_loss_without_a_gradient_is_told_in_a_sentence(loss, kind, what, fix):  # type: ignore[no-untyped-def]
     model = nn.Linear(2, 2)
     passes = Passes(NoReducer(list(model.named_parameters())), 1.0, 3)
     with pytest.raises(kind, match=f"(?s)the backward pass fails: .*{what}.*fix: .*{fix}") as caught:
@@ -124,8 +123,8 @@ def test_a_loss_without_a_gradient_is_told_in_a_sentence(loss, kind, what, fix) 
     assert "\n" not in caught.value.what
 
 
-def test_what_is_no_error_of_autograd_passes_through() -> None:
-    def lost(total: Tensor) -> None:
+def test_what_is_no_error_of_autograd_passes_through():
+    def lost(total):
         raise torch.OutOfMemoryError("no memory")
 
     model = nn.Linear(2, 2)
@@ -134,7 +133,7 @@ def test_what_is_no_error_of_autograd_passes_through() -> None:
         passes.add(model(torch.ones(3, 2)).sum(), 3, lost)
 
 
-def test_frozen_layers_stay_as_they_are_and_train_again_later() -> None:
+def test_frozen_layers_stay_as_they_are_and_train_again_later():
     framework = make_framework(alone(), optimizer=decaying)
     model = copy.deepcopy(framework.model)
     optimizer = decaying(model)
@@ -148,8 +147,8 @@ def test_frozen_layers_stay_as_they_are_and_train_again_later() -> None:
     torch.testing.assert_close(torch.from_numpy(freeze_and_thaw(framework)), wanted)
 
 
-def test_a_layer_that_was_frozen_when_training_began_is_not_thawed_unnoticed() -> None:
-    def partly_frozen() -> nn.Module:
+def test_a_layer_that_was_frozen_when_training_began_is_not_thawed_unnoticed():
+    def partly_frozen():
         model = plain_model()
         model.get_submodule("2").requires_grad_(False)
         return model
@@ -180,13 +179,13 @@ def fused_adamw(model: nn.Module) -> torch.optim.Optimizer:
     ],
 )
 def test_a_step_launched_before_the_loss_is_read_gives_the_same_bits(  # type: ignore[no-untyped-def]
-    optimizer, loss, options, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    optimizer, loss, options, monkeypatch
+):
     """Also if gradients overflow in 16 bits, which skips the first updates."""
     states, launched = [], list[bool]()
     plain = Trained.step_ahead
 
-    def step_ahead(self: Trained, *given: Any) -> None:
+    def step_ahead(self, *given):
         launched.append(True)
         plain(self, *given)
         assert not hasattr(self.optimizer, "found_inf")
@@ -206,7 +205,7 @@ def test_a_step_launched_before_the_loss_is_read_gives_the_same_bits(  # type: i
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_a_step_launched_before_the_loss_is_read_is_skipped_if_that_is_not_finite(clip: float | None) -> None:
+def test_a_step_launched_before_the_loss_is_read_is_skipped_if_that_is_not_finite(clip):
     framework = make_framework(alone(), optimizer=fused_adamw, clip_norm=clip)
     framework.parts.trained[""] = replace(framework.parts.trained[""], on_device=True)  # type: ignore[index]
     train(framework, 2)
@@ -222,7 +221,7 @@ def test_a_step_launched_before_the_loss_is_read_is_skipped_if_that_is_not_finit
 
 
 @pytest.mark.parametrize("factors", [0.5, [0.5, 0.25]])
-def test_groups_that_a_hook_adds_follow_the_schedule(factors: Any) -> None:
+def test_groups_that_a_hook_adds_follow_the_schedule(factors):
     framework = make_framework(alone(), optimizer=lambda model: torch.optim.SGD(model[0].parameters(), lr=0.1))
     train(framework, 1)
     framework.optimizer.add_param_group({"params": list(framework.model[2].parameters()), "lr": 0.2})
@@ -231,7 +230,7 @@ def test_groups_that_a_hook_adds_follow_the_schedule(factors: Any) -> None:
     assert [group["lr"] for group in framework.optimizer.param_groups] in ([0.05, 0.1], [0.05, 0.05])
 
 
-def test_norms_of_16_bits_have_the_digits_of_32() -> None:
+def test_norms_of_16_bits_have_the_digits_of_32():
     gradients = [torch.full((1000,), 1.01, dtype=torch.bfloat16), torch.ones(3, dtype=torch.float64)]
     wanted = float(torch.cat([one.double() for one in gradients]).norm())
     assert float(norm_of(gradients)) == pytest.approx(wanted, rel=1e-6), "bfloat16 has 3 digits"
@@ -239,7 +238,7 @@ def test_norms_of_16_bits_have_the_digits_of_32() -> None:
     assert float(norm_of([torch.full((1000,), 3e4, dtype=torch.float16)])) < np.inf
 
 
-def test_the_counter_of_a_scheduler_does_not_watch_steps() -> None:
+def test_the_counter_of_a_scheduler_does_not_watch_steps():
     framework = make_framework(alone())
     torch.optim.lr_scheduler.StepLR(framework.optimizer, 1)
     trained = framework.parts.trained[""]

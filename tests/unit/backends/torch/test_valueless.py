@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -40,7 +39,7 @@ def weights(tmp_path: Path) -> Path:
     return tmp_path / "weights.safetensors"
 
 
-def test_a_model_without_values_trains_as_one_with_them(tmp_path: Path, weights: Path) -> None:
+def test_a_model_without_values_trains_as_one_with_them(tmp_path, weights):
     keys = {"train__ema_decay": 0.9}
     wanted = losses(words(tmp_path, "plain", weights, 4, **keys))
     assert losses(on_meta(tmp_path, "meta", weights, 2, **keys)) == wanted[:2]
@@ -54,24 +53,24 @@ def test_a_model_without_values_trains_as_one_with_them(tmp_path: Path, weights:
         ({"task_args__optimizer": "Adagrad"}, "Adagrad holds state from the start, and for parameters without values"),
     ],
 )
-def test_what_no_file_would_fill_is_refused(tmp_path: Path, weights: Path, keys: dict[str, Any], said: str) -> None:
+def test_what_no_file_would_fill_is_refused(tmp_path, weights, keys, said):
     with pytest.raises(UserError, match=said):
         losses(on_meta(tmp_path, "meta", weights, 2, **keys))
 
 
-def test_weights_that_are_to_keep_values_they_do_not_have_are_refused(tmp_path: Path) -> None:
+def test_weights_that_are_to_keep_values_they_do_not_have_are_refused(tmp_path):
     write_weights(tmp_path / "some.safetensors", 8, without="4.bias")
     given = on_meta(tmp_path, "meta", tmp_path / "some.safetensors", 2, checkpoint__init_missing="['4.*']")
     with pytest.raises(UserError, match=r"some\.safetensors has no values for 4\.bias, and neither has the model"):
         losses(given)
 
 
-def test_a_run_that_would_begin_without_values_is_refused(tmp_path: Path) -> None:
+def test_a_run_that_would_begin_without_values_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"0\.bias, 0\.weight, .* and 13 more of the model have no values"):
         losses(on_meta(tmp_path, "meta", None, 2))
 
 
-def test_parameters_stay_the_same_objects() -> None:
+def test_parameters_stay_the_same_objects():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight

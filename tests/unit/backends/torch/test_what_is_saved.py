@@ -67,7 +67,7 @@ def drop_weights(module: nn.Module, state: dict[str, Any], prefix: str, metadata
 
 
 @pytest.mark.parametrize("model", [Wrapper, InHalf, holding_a_wrapper, with_a_hook])
-def test_what_state_dict_leaves_out_renames_or_rounds_is_saved(model: Any) -> None:
+def test_what_state_dict_leaves_out_renames_or_rounds_is_saved(model):
     first = make_framework(alone(), model)
     train(first, 3)
     arrays = saved(first)
@@ -100,7 +100,7 @@ class Detached(Wrapper):
 
 
 @pytest.mark.parametrize("model", [Wrapper, Detached])
-def test_the_export_of_a_model_that_renames_is_what_its_load_state_dict_takes(model: Any, tmp_path: Path) -> None:
+def test_the_export_of_a_model_that_renames_is_what_its_load_state_dict_takes(model, tmp_path):
     framework = make_framework(alone(), model)
     train(framework, 2)
     other = model()
@@ -127,7 +127,7 @@ class Counting(Wrapper):
         return super().load_state_dict({name: one for name, one in state.items() if name != "calls"}, *args, **kwargs)
 
 
-def test_what_an_override_adds_is_saved_and_exported(tmp_path: Path) -> None:
+def test_what_an_override_adds_is_saved_and_exported(tmp_path):
     first = make_framework(alone(), Counting)
     train(first, 3)
     second = make_framework(alone(), Counting)
@@ -149,7 +149,7 @@ class Rounding(Counting):
 
 
 @pytest.mark.parametrize(("model", "why"), [(OneWay, "fails: .*Missing key"), (Rounding, "changes parameters")])
-def test_what_an_override_adds_and_cannot_load_is_refused(model: Any, why: str) -> None:
+def test_what_an_override_adds_and_cannot_load_is_refused(model, why):
     with pytest.raises(UserError, match=f"(?s)state_dict of the model adds calls, and load_state_dict .* {why}"):
         make_framework(alone(), model)
 
@@ -184,13 +184,13 @@ class Changing(Wrapper):
         ("replaced", "net.0.weight of the model is another parameter"),
     ],
 )
-def test_the_first_batch_shows_what_a_resumed_run_would_not_have(how: str, what: str) -> None:
+def test_the_first_batch_shows_what_a_resumed_run_would_not_have(how, what):
     framework = make_framework(alone(), lambda: Changing(how))
     with pytest.raises(UserError, match=what):
         framework.dry_call(next(global_batches(1)))
 
 
-def test_a_cache_that_is_not_saved_may_change() -> None:
+def test_a_cache_that_is_not_saved_may_change():
     framework = make_framework(alone(), lambda: Changing("cache"))
     framework.dry_call(next(global_batches(1)))
     train(framework, 2)
@@ -220,7 +220,7 @@ class Sharing(Wrapper):
 
 
 @pytest.mark.parametrize("how", ["attribute itself", "list", "part"])
-def test_a_replaced_buffer_over_the_memory_of_an_attribute_is_refused(how: str) -> None:
+def test_a_replaced_buffer_over_the_memory_of_an_attribute_is_refused(how):
     """A resumed run loaded it into both: 0.6301 instead of 3.119, with exit code 0."""
     framework = make_framework(alone(), lambda: Sharing(how))
     with pytest.raises(UserError, match="radius of the model shares memory with a plain attribute"):
@@ -231,7 +231,7 @@ def test_a_replaced_buffer_over_the_memory_of_an_attribute_is_refused(how: str) 
 
 
 @pytest.mark.parametrize("how", ["copy", "in place", "view", "attribute"])
-def test_what_a_resumed_run_would_share_alike_may_share_memory(how: str) -> None:
+def test_what_a_resumed_run_would_share_alike_may_share_memory(how):
     first, second = (make_framework(alone(), lambda: Sharing(how)) for _ in range(2))
     first.dry_call(next(global_batches(1)))
     train(first, 2)
@@ -241,7 +241,7 @@ def test_what_a_resumed_run_would_share_alike_may_share_memory(how: str) -> None
         assert torch.equal(second.model.first, first.model.first)
 
 
-def test_what_a_hook_prunes_or_adds_is_found_at_the_next_save() -> None:
+def test_what_a_hook_prunes_or_adds_is_found_at_the_next_save():
     framework = make_framework(alone())
     train(framework, 1)
     framework.state()
@@ -260,7 +260,7 @@ class Fewer(nn.Sequential):
 
 
 @pytest.mark.parametrize("had", [True, False])
-def test_a_checkpoint_of_another_model_must_be_accepted(had: bool, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_must_be_accepted(had, tmp_path):
     first, second = (make_framework(alone(), lambda has=has: Fewer(has)) for has in (had, not had))
     store = CheckpointStore(tmp_path)
     saver = open_saver(store)
@@ -277,7 +277,7 @@ def test_a_checkpoint_of_another_model_must_be_accepted(had: bool, tmp_path: Pat
         assert compare_model(second, loaded, accepted=[accepted]) == [f"scale is {where}, as accepted"]
 
 
-def test_ranks_begin_with_equal_weights_though_state_dict_hides_them() -> None:
+def test_ranks_begin_with_equal_weights_though_state_dict_hides_them():
     from hpctrain.backends.torch.task import opening
 
     class Everyone:
@@ -285,10 +285,10 @@ def test_ranks_begin_with_equal_weights_though_state_dict_hides_them() -> None:
 
         comm = object()
 
-        def allgather(self, value: Any, what: str) -> list[Any]:
+        def allgather(self, value, what):
             return [value]
 
-        def broadcast_array(self, array: np.ndarray, what: str) -> None:
+        def broadcast_array(self, array, what):
             array[...] = 0
 
     model = with_a_hook()
@@ -313,8 +313,8 @@ UNLIKE_MEMORY = {
 @pytest.mark.parametrize("what", UNLIKE_MEMORY)
 @pytest.mark.parametrize("kind", ["buffer", "parameter"])
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:The PyTorch API of nested tensors")
-def test_a_tensor_that_cannot_be_filled_in_place_is_refused_in_a_sentence(what: str, kind: str) -> None:
-    def model() -> nn.Module:
+def test_a_tensor_that_cannot_be_filled_in_place_is_refused_in_a_sentence(what, kind):
+    def model():
         made = plain_model()
         value = UNLIKE_MEMORY[what]()
         if kind == "buffer":
@@ -327,7 +327,7 @@ def test_a_tensor_that_cannot_be_filled_in_place_is_refused_in_a_sentence(what: 
         make_framework(alone(), model)
 
 
-def test_a_model_is_asked_for_its_state_dict_only_if_something_may_add_to_it() -> None:
+def test_a_model_is_asked_for_its_state_dict_only_if_something_may_add_to_it():
     """FSDP2 frees a rank's gathered layers when it is asked, and the other ranks would not gather them with it."""
     model, asked = plain_model(), list[str]()
     model.register_state_dict_pre_hook(lambda module, prefix, keep_vars: asked.append(prefix))

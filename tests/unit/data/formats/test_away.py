@@ -2,8 +2,6 @@
 
 import errno
 import math
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import h5py
@@ -39,18 +37,18 @@ LASTING = [
 
 
 @pytest.mark.parametrize("error", PASSING, ids=str)
-def test_faults_that_pass(error: Exception) -> None:
+def test_faults_that_pass(error):
     with pytest.raises(StoreDown, match="s3://b/x does not answer"), noticing("s3://b/x", remote=True):
         raise error
 
 
 @pytest.mark.parametrize("error", LASTING, ids=str)
-def test_faults_that_do_not_pass_propagate(error: Exception) -> None:
+def test_faults_that_do_not_pass_propagate(error):
     with pytest.raises(type(error)), noticing("s3://b/x", remote=True):
         raise error
 
 
-def test_a_file_server_may_be_away_too() -> None:
+def test_a_file_server_may_be_away_too():
     with pytest.raises(StoreDown), noticing("/scratch/x", remote=False):
         raise OSError(errno.ESTALE, "Stale file handle")
     with pytest.raises(OSError, match="Permission"), noticing("/scratch/x", remote=False):
@@ -70,9 +68,7 @@ class Away:
         return self.array[rows]
 
 
-def test_a_file_server_that_is_away_for_a_moment_costs_a_run_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_server_that_is_away_for_a_moment_costs_a_run_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(away, "PAUSES_S", (0.001,))
     (tmp_path / "a.jsonl").write_text('{"x": 1}\n{"x": 2}\n')
     lines = open_dataset(tmp_path / "a.jsonl")
@@ -91,16 +87,16 @@ def test_a_file_server_that_is_away_for_a_moment_costs_a_run_nothing(
         lines.read(np.arange(2))
 
 
-def test_expired_credentials_are_named() -> None:
+def test_expired_credentials_are_named():
     with pytest.raises(UserError, match="the credentials for s3://b/x have expired"), noticing("s3://b/x", remote=True):
         raise OSError("AWS Error UNKNOWN (HTTP status 400): ExpiredToken: The provided token has expired.")
 
 
-def test_the_store_is_asked_again_for_longer_than_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_store_is_asked_again_for_longer_than_a_minute(monkeypatch):
     waited: list[float] = []
     monkeypatch.setattr("time.sleep", waited.append)
 
-    def never() -> None:
+    def never():
         raise StoreDown("it does not answer", "wait")
 
     with pytest.raises(StoreDown):
@@ -109,11 +105,11 @@ def test_the_store_is_asked_again_for_longer_than_a_minute(monkeypatch: pytest.M
     assert sum(waited) > 60
 
 
-def test_rows_that_came_are_not_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_came_are_not_read_twice(monkeypatch):
     monkeypatch.setattr(away, "PAUSES_S", (0.0,))
     begun = []
 
-    def rows() -> Iterator[int]:
+    def rows():
         begun.append(len(begun))
         for row in range(4):
             if row == len(begun):  # each call gives one more; the wait starts over with each row that came

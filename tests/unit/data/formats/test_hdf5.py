@@ -57,7 +57,7 @@ def expected(indices: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
-def test_every_layout_reads_the_same_samples(mixed: Path) -> None:
+def test_every_layout_reads_the_same_samples(mixed):
     dataset = open_dataset(mixed)
     assert len(dataset) == LENGTH
     for indices in (
@@ -74,14 +74,14 @@ def test_every_layout_reads_the_same_samples(mixed: Path) -> None:
             assert samples[name].dtype.isnative and samples[name].flags.c_contiguous and samples[name].flags.writeable
 
 
-def test_contiguous_arrays_bypass_the_library(mixed: Path) -> None:
+def test_contiguous_arrays_bypass_the_library(mixed):
     dataset = open_dataset(mixed)
     assert isinstance(dataset, Hdf5Dataset)
     mapped = {name for name, reader in dataset.readers.items() if isinstance(reader, MappedArray)}
     assert mapped == {"plain", "big_endian", "flag", "half"}
 
 
-def test_a_file_of_contiguous_arrays_is_not_held_open(tmp_path: Path) -> None:
+def test_a_file_of_contiguous_arrays_is_not_held_open(tmp_path):
     path = write(tmp_path / "a.h5", x=IMAGES)
     dataset = open_dataset(path)
     with h5py.File(path, "r+") as file:
@@ -89,19 +89,19 @@ def test_a_file_of_contiguous_arrays_is_not_held_open(tmp_path: Path) -> None:
     assert dataset.read(np.array([0]))["x"].max() == 9
 
 
-def test_fields_are_chosen_and_ordered(mixed: Path) -> None:
+def test_fields_are_chosen_and_ordered(mixed):
     dataset = open_dataset(mixed, fields=["split", "flag"])
     assert list(dataset.fields) == ["split", "flag"]
     assert list(dataset.read(np.array([1]))) == ["split", "flag"]
 
 
-def test_the_order_of_creation_is_kept_where_the_file_keeps_it(tmp_path: Path) -> None:
+def test_the_order_of_creation_is_kept_where_the_file_keeps_it(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w", track_order=True) as file:
         file["x"], file["a"] = NUMBERS, NUMBERS
     assert list(open_dataset(tmp_path / "a.h5").fields) == ["x", "a"]
 
 
-def test_the_fingerprint_is_of_the_content_not_the_place(tmp_path: Path, mixed: Path) -> None:
+def test_the_fingerprint_is_of_the_content_not_the_place(tmp_path, mixed):
     plain = write(tmp_path / "elsewhere.h5", plain=IMAGES)
     assert open_dataset(plain).fingerprint() == open_dataset(mixed, ["plain"]).fingerprint()
     changed = IMAGES.copy()
@@ -118,18 +118,18 @@ class TestSeveralFiles:
             for number, (begin, end) in enumerate(itertools.pairwise(cuts))
         ]
 
-    def test_they_are_one_dataset(self, parts: list[Path]) -> None:
+    def test_they_are_one_dataset(self, parts):
         for source in (parts, [str(path) for path in parts], str(parts[0].parent / "part-*.h5")):
             dataset = open_dataset(source)
             indices = RNG.permutation(LENGTH)[:200]
             assert np.array_equal(dataset.read(indices)["x"], IMAGES[indices])
             assert np.array_equal(dataset.read(NUMBERS)["y"], NUMBERS)
 
-    def test_the_whole_has_the_fingerprint_of_one_file(self, parts: list[Path], tmp_path: Path) -> None:
+    def test_the_whole_has_the_fingerprint_of_one_file(self, parts, tmp_path):
         whole = write(tmp_path / "whole.h5", x=IMAGES, y=NUMBERS)
         assert open_dataset(parts).fingerprint() == open_dataset(whole).fingerprint()
 
-    def test_different_fields_are_refused(self, parts: list[Path], tmp_path: Path) -> None:
+    def test_different_fields_are_refused(self, parts, tmp_path):
         other = write(tmp_path / "other.h5", x=IMAGES.astype(np.float32), y=NUMBERS)
         with pytest.raises(
             UserError, match=r"other\.h5 holds x float32\[5, 7\], y int64 but .*part-0\.h5 holds x uint8"
@@ -143,46 +143,46 @@ class TestWrongFiles:
             open_dataset(source, **options)  # type: ignore[arg-type]
         assert fix in caught.value.fix
 
-    def test_missing(self, tmp_path: Path) -> None:
+    def test_missing(self, tmp_path):
         self.refuse(tmp_path / "no.h5", r"no\.h5 does not exist")
         self.refuse(str(tmp_path / "*.h5"), "no file matches")
 
-    def test_folder(self, tmp_path: Path) -> None:
+    def test_folder(self, tmp_path):
         self.refuse(tmp_path, "is a folder", "*.h5")
 
     @pytest.mark.parametrize("content", [b"", b"not HDF5", b"\x93NUMPY"])
-    def test_not_hdf5(self, tmp_path: Path, content: bytes) -> None:
+    def test_not_hdf5(self, tmp_path, content):
         (tmp_path / "a.h5").write_bytes(content)
         self.refuse(tmp_path / "a.h5", "is not an HDF5 file", "hpctrain data pack")
 
     @pytest.mark.parametrize("share", [0.1, 0.5, 0.999])
-    def test_truncated(self, tmp_path: Path, share: float) -> None:
+    def test_truncated(self, tmp_path, share):
         path = write(tmp_path / "a.h5", x=np.zeros((1000, 100)))
         path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
         self.refuse(path, "truncated", "copy it")
 
-    def test_missing_array(self, mixed: Path) -> None:
+    def test_missing_array(self, mixed):
         self.refuse(mixed, "has no 'image'", "it has big_endian, flag, group/zipped, half, plain", fields=["image"])
 
-    def test_ragged(self, tmp_path: Path) -> None:
+    def test_ragged(self, tmp_path):
         path = write(tmp_path / "a.h5", x=np.zeros((5, 2)), y=np.zeros(4))
         self.refuse(path, "different numbers of samples: 'x' 5, 'y' 4")
         assert len(open_dataset(path, ["y"])) == 4
 
-    def test_empty(self, tmp_path: Path) -> None:
+    def test_empty(self, tmp_path):
         self.refuse(write(tmp_path / "a.h5", x=np.zeros((0, 2))), "no samples")
         self.refuse(write(tmp_path / "b.h5"), "no arrays")
 
-    def test_single_value(self, tmp_path: Path) -> None:
+    def test_single_value(self, tmp_path):
         self.refuse(write(tmp_path / "a.h5", x=np.float32(3)), "without a sample axis")
 
-    def test_text(self, tmp_path: Path) -> None:
+    def test_text(self, tmp_path):
         path = tmp_path / "a.h5"
         with h5py.File(path, "w") as file:
             file["names"] = ["a", "b"]
         self.refuse(path, "'names' has dtype object, which is not a number")
 
-    def test_being_written(self, tmp_path: Path) -> None:
+    def test_being_written(self, tmp_path):
         path = tmp_path / "a.h5"
         code = "import h5py, sys; f = h5py.File(sys.argv[1], 'w'); f['x'] = [1]; f.flush(); print(flush=True); input()"
         command = [sys.executable, "-c", code, str(path)]
@@ -191,7 +191,7 @@ class TestWrongFiles:
             self.refuse(path, "cannot be opened", "another process is writing it")
             writer.communicate(b"\n")
 
-    def test_damaged_chunk(self, tmp_path: Path) -> None:
+    def test_damaged_chunk(self, tmp_path):
         path = tmp_path / "a.h5"
         with h5py.File(path, "w") as file:
             stored = file.create_dataset("x", data=IMAGES, chunks=(64, 5, 7), compression="gzip")
@@ -204,12 +204,12 @@ class TestWrongFiles:
 
 
 class TestBlocks:
-    def test_blocks_are_whole_chunks(self, mixed: Path) -> None:
+    def test_blocks_are_whole_chunks(self, mixed):
         reader = open_dataset(mixed, ["split"]).readers["split"]  # type: ignore[attr-defined]
         assert isinstance(reader, BlockArray)
         assert reader.block_samples % 33 == 0
 
-    def test_each_block_is_read_once_while_there_is_room(self, tmp_path: Path) -> None:
+    def test_each_block_is_read_once_while_there_is_room(self, tmp_path):
         path = tmp_path / "a.h5"
         with h5py.File(path, "w") as file:
             file.create_dataset("x", data=np.zeros((640, 1024), np.float64), chunks=(64, 1024))
@@ -228,7 +228,7 @@ class TestBlocks:
 
     @settings(max_examples=50)
     @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 50)), max_size=40), st.integers(0, 200))
-    def test_the_cache_stays_in_its_bound_and_tells_the_truth(self, asked: list[tuple[int, int]], limit: int) -> None:
+    def test_the_cache_stays_in_its_bound_and_tells_the_truth(self, asked, limit):
         cache = BlockCache(limit)
         for key, size in asked:
             block = cache.get((key, size), lambda key=key, size=size: np.full(size, key, np.uint8))  # type: ignore[misc]
@@ -237,7 +237,7 @@ class TestBlocks:
             assert cache.num_bytes <= limit or len(cache.blocks) == 1
 
 
-def test_times_that_numpy_has_no_type_for_are_refused_with_advice(tmp_path: Path) -> None:
+def test_times_that_numpy_has_no_type_for_are_refused_with_advice(tmp_path):
     path = write(tmp_path / "a.h5", x=IMAGES)
     with h5py.File(path, "a") as file:
         h5py.h5d.create(file.id, b"when", h5py.h5t.UNIX_D64LE, h5py.h5s.create_simple((LENGTH,)))

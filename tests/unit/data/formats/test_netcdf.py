@@ -41,7 +41,7 @@ def read(path: str, **how: Any) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("chunks", [None, True])
-def test_packed_numbers_are_decoded_if_asked_and_refused_otherwise(tmp_path: Path, chunks: bool | None) -> None:
+def test_packed_numbers_are_decoded_if_asked_and_refused_otherwise(tmp_path, chunks):
     path = stored(tmp_path / "a.h5", chunks=chunks, **PACKED)
     with pytest.raises(UserError, match=r"'t' holds packed numbers: scale_factor 0\.01, add_offset 273\.15"):
         open_dataset(path)
@@ -51,7 +51,7 @@ def test_packed_numbers_are_decoded_if_asked_and_refused_otherwise(tmp_path: Pat
     assert read(single, decode="netcdf").tolist() == (RAW * 0.5).tolist()
 
 
-def test_missing_values_are_refused_where_they_are_met(tmp_path: Path) -> None:
+def test_missing_values_are_refused_where_they_are_met(tmp_path):
     for name in ("_FillValue", "missing_value"):
         path = stored(tmp_path / f"{name}.h5", **{name: np.int16([-9999])})
         with pytest.raises(UserError, match="'t': 1 of 2 values of sample 1 are -9999, which marks missing values"):
@@ -64,19 +64,19 @@ def test_missing_values_are_refused_where_they_are_met(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mark", [np.int64(-(2**63) + 2), np.uint64(2**64 - 2)])  # the default marks of netCDF
-def test_whole_numbers_beyond_what_floats_hold_mark_missing_values(tmp_path: Path, mark: Any) -> None:
+def test_whole_numbers_beyond_what_floats_hold_mark_missing_values(tmp_path, mark):
     values = np.array([mark, mark + 1, 1], mark.dtype)
     assert np.isnan(read(stored(tmp_path / "a.h5", values, _FillValue=mark), decode="netcdf")).tolist() == [1, 0, 0]
 
 
-def test_unsigned_integers_of_netcdf_3_are_not_read_as_signed(tmp_path: Path) -> None:
+def test_unsigned_integers_of_netcdf_3_are_not_read_as_signed(tmp_path):
     path = stored(tmp_path / "a.h5", np.array([-1, 1], np.int8), _Unsigned="true")
     with pytest.raises(UserError, match="_Unsigned"):
         open_dataset(path)
     assert read(path, decode="netcdf").tolist() == [255, 1]
 
 
-def test_pack_and_info_decode_nc_files_and_refuse_others(tmp_path: Path) -> None:
+def test_pack_and_info_decode_nc_files_and_refuse_others(tmp_path):
     path = stored(tmp_path / "a.nc", **PACKED)
     write_hdf5(tmp_path / "packed.h5", open_source([path]))
     np.testing.assert_allclose(read(str(tmp_path / "packed.h5")), MEANT, rtol=1e-15)
@@ -89,7 +89,7 @@ def test_pack_and_info_decode_nc_files_and_refuse_others(tmp_path: Path) -> None
     assert "float64" in subprocess.run(info, capture_output=True, text=True, check=True).stdout
 
 
-def test_workers_and_other_data_decode_alike(tmp_path: Path) -> None:
+def test_workers_and_other_data_decode_alike(tmp_path):
     paths = [stored(tmp_path / f"{name}.h5", **PACKED) for name in "ab"]
     data = open_dataset(paths, decode="netcdf")
     assert decode_of(data) == "netcdf"
@@ -98,7 +98,7 @@ def test_workers_and_other_data_decode_alike(tmp_path: Path) -> None:
     np.testing.assert_array_equal(again.read(np.arange(4))["t"], np.concatenate([MEANT, MEANT]))
 
 
-def test_masked_values_are_refused_with_numbers() -> None:
+def test_masked_values_are_refused_with_numbers():
     masked = np.ma.masked_equal(RAW, -9999)
     text = "'t' is a masked array: 1 of 4 values are masked, the first is -9999"
     with pytest.raises(UserError, match=text):

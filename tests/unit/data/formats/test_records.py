@@ -82,7 +82,7 @@ def kind(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(request.param)
 
 
-def test_records_are_samples_in_any_order(kind: str, tmp_path: Path) -> None:
+def test_records_are_samples_in_any_order(kind, tmp_path):
     dataset = open_dataset(tmp_path / f"a-*.{kind}", ragged=True, decode=KINDS[kind][1])
     assert len(dataset) == LENGTH and list(dataset.fields) == ["tokens", "id", "letters"]
     order = RNG.permutation(LENGTH)
@@ -94,12 +94,12 @@ def test_records_are_samples_in_any_order(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_each_rank_decodes_what_it_trains_on(kind: str, size: int, tmp_path: Path) -> None:
+def test_each_rank_decodes_what_it_trains_on(kind, size, tmp_path):
     epochs = []
     for rank in range(size):
         calls: list[int] = []
 
-        def decode(record: dict, calls: list[int] = calls) -> dict:
+        def decode(record, calls=calls):
             calls.append(int(record["id"]))
             return KINDS[kind][1](record)
 
@@ -113,13 +113,13 @@ def test_each_rank_decodes_what_it_trains_on(kind: str, size: int, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_worker_processes_read_them(kind: str, tmp_path: Path) -> None:
+def test_worker_processes_read_them(kind, tmp_path):
     """Also if a function names the files."""
     pattern = f"{tmp_path}/a-*.{kind}"
     source = functools.partial(os.path.join, pattern) if kind == "jsonl" else pattern
     dataset = open_dataset(source, ragged=True, decode=KINDS[kind][1])
 
-    def take(workers: int) -> list[dict]:
+    def take(workers):
         data = TrainingData(
             dataset,
             Order(LENGTH, 8, shuffle="block", block_samples=4),
@@ -137,7 +137,7 @@ def test_worker_processes_read_them(kind: str, tmp_path: Path) -> None:
         assert all(np.array_equal(one[name], other[name]) for name in ("tokens", "id", "letters"))
 
 
-def test_numbers_need_no_function(kind: str, tmp_path: Path) -> None:
+def test_numbers_need_no_function(kind, tmp_path):
     tokens = KINDS[kind][2]
     dataset = open_dataset(tmp_path / f"a-0.{kind}", [tokens, "id"], ragged=True)
     read = dataset.read(np.array([3, 1]))
@@ -151,8 +151,8 @@ def test_numbers_need_no_function(kind: str, tmp_path: Path) -> None:
         open_dataset(tmp_path / f"a-0.{kind}", ["label"])
 
 
-def test_a_record_that_fails_is_named(kind: str, tmp_path: Path) -> None:
-    def fail(record: dict) -> dict:
+def test_a_record_that_fails_is_named(kind, tmp_path):
+    def fail(record):
         if int(record["id"]) == 3:
             raise ValueError("odd")
         return {"id": int(record["id"])}
@@ -162,7 +162,7 @@ def test_a_record_that_fails_is_named(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "write"), [("a.jsonl", write_json), ("a.parquet", write_parquet)])
-def test_a_file_that_changes_is_told(tmp_path: Path, name: str, write: Callable[[Path, range], None]) -> None:
+def test_a_file_that_changes_is_told(tmp_path, name, write):
     write(tmp_path / name, range(9))
     dataset = open_dataset(tmp_path / name, ["id"])
     write(tmp_path / name, range(9, 18))
@@ -179,21 +179,21 @@ def test_a_file_that_changes_is_told(tmp_path: Path, name: str, write: Callable[
         ("\n\n", "holds no records"),
     ],
 )
-def test_lines_that_are_wrong(tmp_path: Path, text: str, message: str) -> None:
+def test_lines_that_are_wrong(tmp_path, text, message):
     path = tmp_path / "a.jsonl"
     path.write_text(text)
     with pytest.raises(UserError, match=message):
         open_dataset(path).read(np.arange(2))
 
 
-def test_whole_numbers_among_others_and_empty_lists(tmp_path: Path) -> None:
+def test_whole_numbers_among_others_and_empty_lists(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"x": 1.5, "y": [1]}\n{"x": 2, "y": []}')
     read = open_dataset(path, ragged=True).read(np.arange(2))
     assert read["x"].tolist() == [1.5, 2.0] and [y.dtype for y in read["y"]] == [np.int64] * 2
 
 
-def test_nothing_is_unpickled(tmp_path: Path) -> None:
+def test_nothing_is_unpickled(tmp_path):
     array = io.BytesIO()
     np.save(array, np.array([{"a": 1}], dtype=object), allow_pickle=True)
     for name, content in (("x.npy", array.getvalue()), ("x.pyd", pickle.dumps(1)), ("x.pth", b"")):
@@ -205,7 +205,7 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
             open_dataset(tmp_path / "a.tar")
 
 
-def test_files_that_do_not_go_together(tmp_path: Path) -> None:
+def test_files_that_do_not_go_together(tmp_path):
     write_json(tmp_path / "a.jsonl", range(9))
     write_tar(tmp_path / "a.tar", range(9))
     with pytest.raises(UserError, match=r"several kinds are given as one: \.jsonl, \.tar"):
@@ -252,9 +252,7 @@ def groups_read(path: Path, order: Order, rank: int, size: int, batches: int) ->
         (32, [[{0}, {0}], [{0}, {0}]]),  # one for both
     ],
 )
-def test_a_rank_reads_the_row_groups_that_hold_its_samples(
-    tmp_path: Path, group_rows: int, expected: list[list[set[int]]]
-) -> None:
+def test_a_rank_reads_the_row_groups_that_hold_its_samples(tmp_path, group_rows, expected):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "data.parquet"
     parquet.write_table(pyarrow.table({"id": list(range(32))}), path, row_group_size=group_rows)

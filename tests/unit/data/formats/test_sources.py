@@ -13,7 +13,7 @@ X = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
 Y = np.arange(20)
 
 
-def test_they_are_read_by_index() -> None:
+def test_they_are_read_by_index():
     dataset = open_dataset({"x": X, "y": Y.astype(">i4")})
     assert dataset.fields == {"x": Field((3,), np.dtype(np.float32)), "y": Field((), np.dtype(np.int32))}
     samples = dataset.read(np.array([5, 2, 5]))
@@ -21,18 +21,18 @@ def test_they_are_read_by_index() -> None:
     assert samples["y"].dtype.isnative and samples["y"].tolist() == [5, 2, 5]
 
 
-def test_what_is_read_is_a_copy() -> None:
+def test_what_is_read_is_a_copy():
     mine = X.copy()
     open_dataset({"x": mine}).read(Y)["x"][:] = 0
     assert np.array_equal(mine, X)
 
 
-def test_a_dataset_is_taken_as_it_is() -> None:
+def test_a_dataset_is_taken_as_it_is():
     dataset = open_dataset({"x": X})
     assert open_dataset(dataset) is dataset
 
 
-def test_a_function_is_called_for_its_data() -> None:
+def test_a_function_is_called_for_its_data():
     dataset = open_dataset(lambda: {"x": X, "y": Y}, fields=["y"])
     assert (len(dataset), list(dataset.fields)) == (20, ["y"])
     assert dataset.read(np.array([3]))["y"].tolist() == [3]
@@ -50,19 +50,19 @@ def test_a_function_is_called_for_its_data() -> None:
         ({"x": 3.0}, "without a sample axis"),
     ],
 )
-def test_wrong_arrays_are_refused(arrays: dict[str, object], what: str) -> None:
+def test_wrong_arrays_are_refused(arrays, what):
     with pytest.raises(UserError, match=what):
         open_dataset(arrays)
 
 
-def test_a_missing_name_is_refused_with_those_present() -> None:
+def test_a_missing_name_is_refused_with_those_present():
     with pytest.raises(UserError) as caught:
         open_dataset({"x": X, "y": Y}, fields=["label"])
     assert "'label'" in caught.value.what and "x, y" in caught.value.fix
 
 
 @pytest.mark.parametrize("kind", [str, Path])
-def test_a_pattern_means_files_of_tables(kind: type, tmp_path: Path) -> None:
+def test_a_pattern_means_files_of_tables(kind, tmp_path):
     pyarrow = pytest.importorskip("pyarrow", reason="the extra data is not installed")
     from pyarrow import parquet
 
@@ -76,6 +76,6 @@ def test_a_pattern_means_files_of_tables(kind: type, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", [5, [], [X], None])
-def test_anything_else_is_refused(source: object) -> None:
+def test_anything_else_is_refused(source):
     with pytest.raises(UserError, match="cannot be opened"):
         open_dataset(source)

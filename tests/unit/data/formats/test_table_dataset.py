@@ -2,8 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,7 +48,7 @@ class Store:
         return dataset
 
 
-def test_a_column_too_large_for_one_array_is_refused() -> None:
+def test_a_column_too_large_for_one_array_is_refused():
     """Arrow combines text and lists up to 2 GiB; the rest was left out, and the file said to have changed."""
     rows = pyarrow.table({"text": pyarrow.chunked_array([["a"], ["b"]])})
     with pytest.raises(UserError, match="part 0: column 'text' has more than 2 GiB of values in a row group"):
@@ -70,7 +69,7 @@ def is_right(samples: Samples, ids: Sequence[int]) -> bool:
 
 
 @pytest.mark.parametrize("ragged", [False, True])
-def test_a_store_that_goes_away(ragged: bool) -> None:
+def test_a_store_that_goes_away(ragged):
     store = Store(3, 3)
     dataset = store.open(ragged)
     assert is_right(dataset.read(np.arange(6)), range(6))
@@ -80,18 +79,18 @@ def test_a_store_that_goes_away(ragged: bool) -> None:
 
 
 @pytest.mark.parametrize("ragged", [False, True])
-def test_parts_without_rows(ragged: bool) -> None:
+def test_parts_without_rows(ragged):
     assert is_right(Store(0, 2, 0, 1).open(ragged).read(np.array([2, 0, 1])), [2, 0, 1])
 
 
-def test_few_parts_are_in_memory_at_once_and_each_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_parts_are_in_memory_at_once_and_each_is_read_once(monkeypatch):
     store = Store(*[2] * 40)
     dataset = store.open()
     alive: list[weakref.ref[DecodedPart]] = []
     most = 0
     get = BlockCache.get
 
-    def noted(cache: BlockCache, key: Hashable, read: Callable[[], DecodedPart]) -> DecodedPart:
+    def noted(cache, key, read):
         nonlocal most
         part = get(cache, key, read)
         alive.append(weakref.ref(part))
@@ -105,7 +104,7 @@ def test_few_parts_are_in_memory_at_once_and_each_is_read_once(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("ragged", [False, True])
-def test_a_part_that_is_larger_than_the_cache_is_not_read_again_for_each_batch(ragged: bool) -> None:
+def test_a_part_that_is_larger_than_the_cache_is_not_read_again_for_each_batch(ragged):
     store = Store(20, 20)
     dataset = store.open(ragged)
     for begin in range(0, 40, 4):
@@ -113,7 +112,7 @@ def test_a_part_that_is_larger_than_the_cache_is_not_read_again_for_each_batch(r
     assert store.reads == 2 - ragged, "to decode rows, the first part was read when the table was opened"
 
 
-def test_parts_in_memory_take_no_descriptors(tmp_path: Path) -> None:
+def test_parts_in_memory_take_no_descriptors(tmp_path):
     from pyarrow import parquet
 
     rows = pyarrow.table({"x": np.arange(600)})

@@ -1,6 +1,5 @@
 """Folders of tables whose files have different types: promoted where nothing is lost, else refused by file and row."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +50,7 @@ WAYS = pytest.mark.parametrize("values_of", [opened, packed])
     ],
     ids=str,
 )
-def test_types_are_promoted_where_nothing_is_lost(
-    tmp_path: Path, values_of: Callable[[Path], list[Any]], first: Any, second: Any
-) -> None:
+def test_types_are_promoted_where_nothing_is_lost(tmp_path, values_of, first, second):
     assert values_of(folder(tmp_path, first, second)) == [*first.to_pylist(), *second.to_pylist()]
 
 
@@ -63,24 +60,20 @@ def test_types_are_promoted_where_nothing_is_lost(
     [(pa.array([2]), "int64"), (pa.array(["08"]), "string"), (pa.array([5], pa.timestamp("us")), r"timestamp\[us\]")],
     ids=str,
 )
-def test_types_without_a_common_one_are_refused_by_file_and_column(
-    tmp_path: Path, values_of: Callable[[Path], list[Any]], second: Any, kind: str
-) -> None:
+def test_types_without_a_common_one_are_refused_by_file_and_column(tmp_path, values_of, second, kind):
     first = pa.array([True]) if kind == "int64" else pa.array([1])
     with pytest.raises(UserError, match=rf"1\.parquet: column 'a' holds {kind}, and (bool|int64) in files before it"):
         values_of(folder(tmp_path, first, second))
 
 
 @WAYS
-def test_a_value_that_the_common_type_rounds_is_refused_by_row(
-    tmp_path: Path, values_of: Callable[[Path], list[Any]]
-) -> None:
+def test_a_value_that_the_common_type_rounds_is_refused_by_row(tmp_path, values_of):
     with pytest.raises(UserError, match=rf"0\.parquet: column 'a' has {LARGE} in row 2, which double does not hold"):
         values_of(folder(tmp_path, pa.array([1, 2, LARGE]), pa.array([0.5])))
 
 
 @WAYS
-def test_what_is_wrong_with_a_table_is_said(tmp_path: Path, values_of: Callable[[Path], list[Any]]) -> None:
+def test_what_is_wrong_with_a_table_is_said(tmp_path, values_of):
     twice = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"])
     parquet.write_table(twice, tmp_path / "0.parquet")
     with pytest.raises(UserError, match="two columns of the same name"):
@@ -97,13 +90,13 @@ def test_what_is_wrong_with_a_table_is_said(tmp_path: Path, values_of: Callable[
         values_of(folder(tmp_path, pa.array([[1, 2], None], pairs.type)))
 
 
-def test_only_the_columns_in_use_must_agree(tmp_path: Path) -> None:
+def test_only_the_columns_in_use_must_agree(tmp_path):
     for index, other in enumerate([pa.array([1]), pa.array(["x"])]):
         parquet.write_table(pa.table({"a": [float(index)], "b": other}), tmp_path / f"{index}.parquet")
     assert open_dataset(str(tmp_path), ["a"]).read(np.arange(2))["a"].tolist() == [0.0, 1.0]
 
 
-def test_packing_rounds_no_whole_numbers(tmp_path: Path) -> None:
+def test_packing_rounds_no_whole_numbers(tmp_path):
     parquet.write_table(pa.table({"i": [1, LARGE], "x": [0.5, 0.5]}), tmp_path / "t.parquet")
     with pytest.raises(UserError, match=rf"'i' of sample 1 holds {LARGE}, which float64 cannot hold"):
         source = open_source([str(tmp_path / "t.parquet")], columns=parse_fields(["both=i,x"]))
@@ -113,7 +106,7 @@ def test_packing_rounds_no_whole_numbers(tmp_path: Path) -> None:
         write_hdf5(tmp_path / "i.h5", source, {"i": np.dtype(np.float32)})
 
 
-def test_json_lines_round_no_whole_numbers(tmp_path: Path) -> None:
+def test_json_lines_round_no_whole_numbers(tmp_path):
     (tmp_path / "a.jsonl").write_text(f'{{"a": 0.5}}\n{{"a": 3}}\n{{"a": {LARGE}}}\n')
     data = open_dataset(tmp_path / "a.jsonl")
     assert data.read(np.arange(2))["a"].tolist() == [0.5, 3.0]

@@ -2,7 +2,6 @@
 
 import uuid
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -73,7 +72,7 @@ def ids(path: str) -> list[int]:
     return samples["id"].tolist()  # type: ignore[no-any-return]
 
 
-def test_a_folder_in_an_object_store(in_store: str) -> None:
+def test_a_folder_in_an_object_store(in_store):
     assert pack(in_store, "--kind", "parquet", "-o", "a.h5") == 0
     assert ids("a.h5") == list(range(1000))
     (source,) = packed_notes("a.h5")["sources"]
@@ -84,9 +83,7 @@ class TestFaults:
     """Of the store: retried, or one sentence; never other samples."""
 
     @pytest.mark.parametrize(("how", "times"), [("busy", 2), ("half", 1), ("slow", 3)])
-    def test_a_store_that_fails_for_a_moment(
-        self, how: str, times: int, in_store: str, object_store: ObjectStore
-    ) -> None:
+    def test_a_store_that_fails_for_a_moment(self, how, times, in_store, object_store):
         source = from_table(open_table(in_store, "parquet"), None)
         object_store.fail(how, times)
         assert np.concatenate([block["id"] for block in source.blocks()]).tolist() == IDS.tolist()
@@ -96,14 +93,14 @@ class TestFaults:
     )
     def test_a_store_that_goes_on_failing(
         self,
-        how: str,
-        code: int,
-        says: str,
-        in_store: str,
-        object_store: ObjectStore,
-        capsys: pytest.CaptureFixture[str],
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
+        how,
+        code,
+        says,
+        in_store,
+        object_store,
+        capsys,
+        monkeypatch,
+    ):
         monkeypatch.setattr("hpctrain.data.formats.away.PAUSES_S", ())
         object_store.fail(how, 10**6)
         assert pack(in_store, "--kind", "parquet", "-o", "a.h5") == code
@@ -111,12 +108,10 @@ class TestFaults:
         assert says in said
         assert "secret-of-somebody" not in said and not Path("a.h5").exists()
 
-    def test_a_run_waits_for_a_store_that_is_away_when_it_starts(
-        self, in_store: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_run_waits_for_a_store_that_is_away_when_it_starts(self, in_store, monkeypatch):
         real, tries = tables.filesystem_of, []
 
-        def away(address: str) -> Any:
+        def away(address):
             tries.append(address)
             if len(tries) < 3:
                 raise OSError("curlCode: 7, Couldn't connect to server")
@@ -127,20 +122,20 @@ class TestFaults:
         assert len(open_table(in_store, "parquet").parts) > 0
         assert len(tries) == 3
 
-    def test_a_table_that_is_rewritten_during_a_run(self, in_store: str) -> None:
+    def test_a_table_that_is_rewritten_during_a_run(self, in_store):
         dataset = open_dataset(in_store)
         write(f"{in_store}/a.parquet", slice(100, 800))
         assert np.array_equal(dataset.read(np.arange(700, 1000))["x"], X[700:])
         with pytest.raises(UserError, match=r"a\.parquet has changed since the run opened it"):
             dataset.read(np.arange(200))
 
-    def test_an_object_that_is_replaced(self, in_store: str) -> None:
+    def test_an_object_that_is_replaced(self, in_store):
         source = from_table(open_table(in_store, "parquet"), None)
         write(f"{in_store}/a.parquet", slice(100, 800))
         with pytest.raises(UserError, match=r"a\.parquet has changed since the run opened it"):
             list(source.blocks())
 
-    def test_credentials_in_an_address(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_credentials_in_an_address(self, capsys):
         assert pack("s3://somebody:secret@bucket/table", "--kind", "parquet", "-o", "a.h5") == 64
         said = capsys.readouterr().err
         assert "contains credentials" in said and "secret" not in said
@@ -157,19 +152,17 @@ class TestFaults:
             "abfss://:secret@account.dfs.core.windows.net/container/table",
         ],
     )
-    def test_what_counts_as_credentials(self, address: str) -> None:
+    def test_what_counts_as_credentials(self, address):
         with pytest.raises(UserError, match="contains credentials"):
             filesystem_of(address)
 
-    def test_an_address_in_azure_names_its_container(self) -> None:
+    def test_an_address_in_azure_names_its_container(self):
         pytest.importorskip("pyarrow._azurefs", reason="this pyarrow was built without Azure")
         for scheme in ("abfs", "abfss"):
             assert filesystem_of(f"{scheme}://container@account.dfs.core.windows.net/table")[1] == "container/table"
 
     @pytest.mark.parametrize("scheme", ["gs2", "az"])
-    def test_an_address_that_no_library_opens(
-        self, scheme: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_an_address_that_no_library_opens(self, scheme, monkeypatch, capsys):
         monkeypatch.setitem(__import__("sys").modules, "adlfs", None)
         assert pack(f"{scheme}://bucket/table", "--kind", "parquet", "-o", "a.h5") == 64
         said = capsys.readouterr().err
@@ -206,7 +199,7 @@ class TestTrainedOnDirectly:
         write(f"file://{Path('rows/day=2/a.parquet').absolute()}", slice(300, 1000))
         return "rows"
 
-    def test_samples_are_those_of_the_packed_file(self, source: str) -> None:
+    def test_samples_are_those_of_the_packed_file(self, source):
         write_hdf5("a.h5", from_table(open_table(source, "parquet"), {"x": ("x",), "id": ("id",)}))
         packed, direct = open_dataset("a.h5"), open_dataset(source, ["x", "id"])
         assert len(direct) == 1000 and dict(direct.fields) == dict(packed.fields)
@@ -214,7 +207,7 @@ class TestTrainedOnDirectly:
             assert same(batches(direct, rank, size), batches(packed, rank, size))
         assert same(batches(open_dataset(source, ["x", "id"]), 1, 2, first=7), batches(packed, 1, 2, first=7))
 
-    def test_row_groups_are_kept_in_memory(self, in_store: str, object_store: ObjectStore) -> None:
+    def test_row_groups_are_kept_in_memory(self, in_store, object_store):
         for ragged in (False, True):
             dataset = open_dataset(in_store, ragged=ragged)
             first = dataset.read(IDS)
@@ -223,16 +216,16 @@ class TestTrainedOnDirectly:
             assert object_store.reads() == before
 
     @pytest.mark.slow
-    def test_worker_processes_read_it(self, in_store: str) -> None:
+    def test_worker_processes_read_it(self, in_store):
         dataset = open_dataset(in_store)
         assert same(batches(dataset, 0, 2, workers=1), batches(dataset, 0, 2))
 
-    def test_rows_are_decoded(self, in_store: str) -> None:
+    def test_rows_are_decoded(self, in_store):
         dataset = open_dataset(in_store, decode=lambda row: {"y": row["x"].sum(), "id": row["id"]})
         samples = dataset.read(np.array([999, 3]))
         assert samples["id"].tolist() == [999, 3] and np.allclose(samples["y"], X[[999, 3]].sum(axis=1))
 
-    def test_another_table_has_another_fingerprint_and_a_resume_names_both(self, bucket: str) -> None:
+    def test_another_table_has_another_fingerprint_and_a_resume_names_both(self, bucket):
         uris, config = [f"{bucket}/{name}" for name in ("first", "second")], {"seed": 0}
         for uri, rows in zip(uris, [slice(0, 500), slice(0, 600)], strict=True):
             write(f"{uri}/a.parquet", rows)
@@ -250,9 +243,7 @@ class TestTrainedOnDirectly:
                 refuse_changes(saved, now, "step-3")
         assert sources_of(open_dataset({"x": X})) == []
 
-    def test_the_shape_of_fixed_lists_is_known_before_they_are_read(
-        self, bucket: str, object_store: ObjectStore
-    ) -> None:
+    def test_the_shape_of_fixed_lists_is_known_before_they_are_read(self, bucket, object_store):
         from pyarrow import parquet
         from pyarrow.fs import FileSystem
 
@@ -266,7 +257,7 @@ class TestTrainedOnDirectly:
         assert np.array_equal(dataset.read(np.arange(500))["x"], X.reshape(500, 2, 3))
         assert object_store.reads() == before + 1
 
-    def test_a_file_of_another_kind_in_a_store(self) -> None:
+    def test_a_file_of_another_kind_in_a_store(self):
         for name in ("train.csv", "train.h5", "part-*.h5"):
             with pytest.raises(UserError, match="only Parquet files can"):
                 open_dataset(f"s3://bucket/{name}")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpctrain.data.formats.sources import open_dataset
-from hpctrain.data.stream import Stream, StreamingData, StreamOrder, is_stream, open_stream
+from hpctrain.data.stream import StreamingData, StreamOrder, is_stream, open_stream
 from hpctrain.errors import UserError
 
 tf = pytest.importorskip("tensorflow")
@@ -14,7 +14,7 @@ X = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
 Y = np.arange(20)
 
 
-def test_a_finite_pipeline_is_read_by_index() -> None:
+def test_a_finite_pipeline_is_read_by_index():
     dataset = open_dataset(tf.data.Dataset.from_tensor_slices({"x": X, "y": Y}))
     samples = dataset.read(np.array([7, 0]))
     assert np.array_equal(samples["x"], X[[7, 0]]) and samples["y"].tolist() == [7, 0]
@@ -24,7 +24,7 @@ def test_a_finite_pipeline_is_read_by_index() -> None:
     ]
 
 
-def test_endless_empty_and_uneven_pipelines_are_refused() -> None:
+def test_endless_empty_and_uneven_pipelines_are_refused():
     numbers = tf.data.Dataset.range(5)
     for source, what in (
         (numbers.repeat(), "endless"),
@@ -36,7 +36,7 @@ def test_endless_empty_and_uneven_pipelines_are_refused() -> None:
             open_dataset(source)
 
 
-def test_a_pipeline_beyond_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipeline_beyond_memory_is_refused(monkeypatch):
     from hpctrain.data.formats import tf_dataset
 
     monkeypatch.setattr(tf_dataset, "MEMORY_BYTES", 10)
@@ -44,7 +44,7 @@ def test_a_pipeline_beyond_memory_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         open_dataset(tf.data.Dataset.range(5))
 
 
-def test_samples_that_differ_in_shape() -> None:
+def test_samples_that_differ_in_shape():
     source = tf.data.Dataset.range(1, 4).map(lambda n: {"x": tf.range(n), "n": n})
     dataset = open_dataset(source, ragged=True)
     assert dataset.fields["x"].is_ragged and not dataset.fields["n"].is_ragged
@@ -53,8 +53,8 @@ def test_samples_that_differ_in_shape() -> None:
         open_dataset(source)
 
 
-def test_endless_pipelines_and_those_of_unknown_length_are_streams() -> None:
-    def ids(stream: Stream, number: int, rank: int = 0, size: int = 1, batch: int = 0) -> list[list[int]]:
+def test_endless_pipelines_and_those_of_unknown_length_are_streams():
+    def ids(stream, number, rank=0, size=1, batch=0):
         data = StreamingData(stream, StreamOrder(3), rank, size)
         try:
             batches = list(islice(data.starting_at(0, batch), number))
@@ -72,7 +72,7 @@ def test_endless_pipelines_and_those_of_unknown_length_are_streams() -> None:
     assert ids(open_stream(unknown, ["id"]), 3) == [[0, 2, 4], [6, 8], [0, 2, 4]]
 
 
-def test_triples_are_weighted_samples() -> None:
+def test_triples_are_weighted_samples():
     triples = tf.data.Dataset.from_tensor_slices((np.zeros((6, 2)), np.ones(6), np.arange(6.0)))
     assert list(open_dataset(triples).fields) == ["x", "y", "sample_weight"]
     assert list(open_stream(triples.repeat()).fields) == ["x", "y", "sample_weight"]

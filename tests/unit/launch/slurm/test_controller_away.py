@@ -66,25 +66,25 @@ def calls(folder: Path) -> int:
         ("Unable to contact slurm controller (connect failure)", False),
     ],
 )
-def test_what_srun_says_of_a_controller_that_is_away(said: str, expected: bool) -> None:
+def test_what_srun_says_of_a_controller_that_is_away(said, expected):
     assert bool(client.unheard(f"before\n{said}\nafter")) is expected
 
 
-def test_a_step_waits_for_the_controller(programs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_step_waits_for_the_controller(programs, capfd):
     write_programs(programs, srun=away(programs, 2, AWAY, "echo told"))
     assert client.heard(RunDir(programs / "run"), ["srun", "true"], {}, 60) == (0, "told\n")
     assert calls(programs) == 3
     assert capfd.readouterr().err.count("Unable to contact slurm controller") == 2
 
 
-def test_a_step_does_not_wait_for_ever(programs: Path) -> None:
+def test_a_step_does_not_wait_for_ever(programs):
     write_programs(programs, srun=away(programs, 99, AWAY, ""))
     with pytest.raises(RunFailed, match=r"Slurm starts no step .*Unable to contact"):
         client.heard(RunDir(programs / "run"), ["srun", "true"], {}, 60)
     assert calls(programs) == 3
 
 
-def test_a_step_that_fails_for_another_reason_is_not_started_again(programs: Path) -> None:
+def test_a_step_that_fails_for_another_reason_is_not_started_again(programs):
     write_programs(programs, srun=away(programs, 99, GAVE_UP, ""))
     code, output = client.heard(RunDir(programs / "run"), ["srun", "true"], {}, 60)
     assert (code, output.strip(), calls(programs)) == (1, GAVE_UP, 1)
@@ -100,14 +100,14 @@ def launched(programs: Path) -> RunVerdict:
 @pytest.mark.parametrize(
     ("times", "action", "starts"), [(0, Action.DONE, 1), (2, Action.DONE, 3), (99, Action.REQUEUE, 3)]
 )
-def test_the_ranks_start_once_the_controller_is_back(programs: Path, times: int, action: Action, starts: int) -> None:
+def test_the_ranks_start_once_the_controller_is_back(programs, times, action, starts):
     write_programs(programs, srun=away(programs, times, AWAY, 'PMI_RANK=0 exec "$@"'))
     assert launched(programs).action is action
     assert calls(programs) == starts
     assert [each.number for each in Attempts(RunDir(programs / "run")).all()] == [1], "one attempt"
 
 
-def test_a_stop_request_ends_the_wait_for_the_controller(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_request_ends_the_wait_for_the_controller(programs, monkeypatch):
     monkeypatch.setattr(attempts, "PAUSES_S", (100.0,))
     run = RunDir(programs / "run")
     run.create()
@@ -117,16 +117,14 @@ def test_a_stop_request_ends_the_wait_for_the_controller(programs: Path, monkeyp
     assert time.monotonic() - began < 100 and calls(programs) == 1
 
 
-def test_a_stop_request_ends_the_wait_of_what_comes_before_the_ranks(
-    programs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_request_ends_the_wait_of_what_comes_before_the_ranks(programs, monkeypatch):
     monkeypatch.setattr(outage_retry, "PAUSES_S", (100.0,))
     run = RunDir(programs / "run")
     run.create()
     write_programs(programs, srun=away(programs, 99, AWAY, "").replace("exit 1", f"echo Ada > {run.stop_file}; exit 1"))
     began = time.monotonic()
 
-    def preflight(number: int) -> Launch:
+    def preflight(number):
         client.heard(run, ["srun", "true"], {}, 60)
         raise AssertionError("ranks are started")
 
@@ -138,9 +136,7 @@ def test_a_stop_request_ends_the_wait_of_what_comes_before_the_ranks(
 
 
 @pytest.mark.parametrize("said", ["Unable to contact slurm controller (connect failure)", "Socket timed out"])
-def test_a_stop_request_ends_the_wait_for_the_requeue(
-    programs: Path, monkeypatch: pytest.MonkeyPatch, said: str
-) -> None:
+def test_a_stop_request_ends_the_wait_for_the_requeue(programs, monkeypatch, said):
     monkeypatch.setattr(outage_retry, "PAUSES_S", (100.0,))
     run = ended(programs)
     lines = f"*requeue*) echo x >> {programs}/calls; touch {run.stop_file}; echo '{said}' >&2; exit 1;;"
@@ -153,7 +149,7 @@ def test_a_stop_request_ends_the_wait_for_the_requeue(
     assert verdict.reason.startswith(f"{AGAIN.reason}; stopped by STOP file")
 
 
-def test_what_a_signal_left_does_not_end_the_wait_for_the_requeue(programs: Path) -> None:
+def test_what_a_signal_left_does_not_end_the_wait_for_the_requeue(programs):
     run = ended(programs)
     request_stop(run, StopRequest.of_signal(signal.SIGUSR1))
     said = "Unable to contact slurm controller (connect failure)"
@@ -178,7 +174,7 @@ def ended(folder: Path) -> RunDir:
     return run
 
 
-def test_a_site_that_does_not_requeue_gets_another_job(programs: Path) -> None:
+def test_a_site_that_does_not_requeue_gets_another_job(programs):
     run = ended(programs)
     (run.path / "job.sbatch").write_text("#!/bin/bash\n")
     write_programs(programs, scontrol=DOES_NOT_REQUEUE)
@@ -191,7 +187,7 @@ def test_a_site_that_does_not_requeue_gets_another_job(programs: Path) -> None:
     assert Attempts(run).all()[-1].verdict == AGAIN, "the run goes on"
 
 
-def test_an_element_of_an_array_goes_on_in_a_job_of_its_own(programs: Path) -> None:
+def test_an_element_of_an_array_goes_on_in_a_job_of_its_own(programs):
     run = RunDir(programs / "array" / "4")
     run.create()
     element = dataclasses.replace(JOB, id="7_4")
@@ -208,9 +204,7 @@ def test_an_element_of_an_array_goes_on_in_a_job_of_its_own(programs: Path) -> N
 
 
 @pytest.mark.parametrize("script", [True, False])
-def test_where_nobody_starts_the_run_again_the_verdict_says_so(
-    programs: Path, script: bool, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_where_nobody_starts_the_run_again_the_verdict_says_so(programs, script, capfd):
     run = ended(programs)
     if script:
         (run.path / "job.sbatch").write_text("#!/bin/bash\n")

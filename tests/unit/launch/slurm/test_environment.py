@@ -50,7 +50,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_no_variable_of_the_user_is_an_option_of_slurms_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_variable_of_the_user_is_an_option_of_slurms_commands(monkeypatch):
     options = ("SQUEUE_PARTITION", "SCANCEL_STATE", "SBATCH_WAIT", "SRUN_EXPORT_ENV", "SALLOC_QOS", "SLURM_CLUSTERS")
     for name in (*options, "SCONTROL_LOCAL", "SACCT_LOCAL", "SINFO_PARTITION", "SLURM_JOB_ID"):
         monkeypatch.setenv(name, "x")
@@ -61,9 +61,7 @@ def test_no_variable_of_the_user_is_an_option_of_slurms_commands(monkeypatch: py
     assert given["SLURM_CONF"] == "/etc/elsewhere.conf" and given["OTHER"] == "stays"
 
 
-def test_steps_of_a_job_do_not_take_srun_s_options_from_variables(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_of_a_job_do_not_take_srun_s_options_from_variables(tmp_path, monkeypatch):
     monkeypatch.setenv("SRUN_EXPORT_ENV", "NONE")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(supervise, "current", object)
@@ -73,7 +71,7 @@ def test_steps_of_a_job_do_not_take_srun_s_options_from_variables(
     assert "SRUN_EXPORT_ENV" not in os.environ and os.environ["SLURM_JOB_ID"] == "7"
 
 
-def test_every_command_of_slurms_gets_that_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_of_slurms_gets_that_environment(tmp_path, monkeypatch):
     script = '[ -z "$SBATCH_ARRAY_INX$SQUEUE_USERS$SRUN_DEBUG" ] && echo 5'
     on_path(tmp_path, monkeypatch, squeue=script, sbatch=script, srun=script)
     for name in ("SBATCH_ARRAY_INX", "SQUEUE_USERS", "SRUN_DEBUG"):
@@ -83,7 +81,7 @@ def test_every_command_of_slurms_gets_that_environment(tmp_path: Path, monkeypat
     assert client.mpi_types() == ["5"]
 
 
-def test_what_the_run_file_leaves_open_comes_from_the_site_s_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_run_file_leaves_open_comes_from_the_site_s_variables(monkeypatch):
     monkeypatch.setenv("SBATCH_ACCOUNT", "p1")
     monkeypatch.setenv("SBATCH_PARTITION", "long")
     monkeypatch.setenv("SBATCH_TIMELIMIT", "5")
@@ -92,7 +90,7 @@ def test_what_the_run_file_leaves_open_comes_from_the_site_s_variables(monkeypat
     assert (slurm.account, slurm.partition, slurm.time) == ("p1", "short", "01:00:00")
 
 
-def test_variables_that_are_ignored_are_named(slurm: Path, monkeypatch: pytest.MonkeyPatch, cli) -> None:
+def test_variables_that_are_ignored_are_named(slurm, monkeypatch, cli):
     monkeypatch.setenv("SBATCH_ACCOUNT", "p1")
     monkeypatch.setenv("SBATCH_TIMELIMIT", "5")
     said = cli("submit", "--dry-run", "r.yaml")
@@ -100,9 +98,7 @@ def test_variables_that_are_ignored_are_named(slurm: Path, monkeypatch: pytest.M
     assert "SBATCH_TIMELIMIT: ignored, set launch.slurm instead" in said.err and "SBATCH_ACCOUNT" not in said.err
 
 
-def test_a_job_that_sbatch_took_too_late_is_recorded_and_not_submitted_again(
-    slurm: Path, monkeypatch: pytest.MonkeyPatch, cli
-) -> None:
+def test_a_job_that_sbatch_took_too_late_is_recorded_and_not_submitted_again(slurm, monkeypatch, cli):
     monkeypatch.setattr(client.run, "__defaults__", (0.5,))
     cli("submit", "r.yaml")
     run = RunDir(slurm / "runs" / "r")
@@ -112,14 +108,12 @@ def test_a_job_that_sbatch_took_too_late_is_recorded_and_not_submitted_again(
     )
 
 
-def test_a_job_that_nobody_recorded_is_found_before_another_is_submitted(slurm: Path, cli) -> None:
+def test_a_job_that_nobody_recorded_is_found_before_another_is_submitted(slurm, cli):
     (slurm / "queue").write_text("9\n")
     assert "job 9" in cli("submit", "r.yaml", code=ExitCode.USER_ERROR).err and (slurm / "queue").read_text() == "9\n"
 
 
-def test_a_job_in_place_of_this_one_that_sbatch_took_too_late_is_recorded(
-    slurm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_in_place_of_this_one_that_sbatch_took_too_late_is_recorded(slurm, monkeypatch):
     monkeypatch.setattr(client.run, "__defaults__", (0.5,))
     run = RunDir(slurm / "runs" / "r")
     run.create()
@@ -129,9 +123,7 @@ def test_a_job_in_place_of_this_one_that_sbatch_took_too_late_is_recorded(
     assert [(each.job, each.replaces) for each in submissions(run)] == [("234", None), ("235", "234")]
 
 
-def test_elements_of_an_array_are_found_by_the_script_above_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_elements_of_an_array_are_found_by_the_script_above_them(tmp_path, monkeypatch):
     jobs = {"12_3": "PENDING", "12_4": "RUNNING", "11_3": "COMPLETED"}
     scripts = {job: (state, f"{tmp_path}/job.sbatch") for job, state in jobs.items()}
     monkeypatch.setattr(client, "own_scripts", lambda timeout_s: scripts)
@@ -141,7 +133,7 @@ def test_elements_of_an_array_are_found_by_the_script_above_them(
 
 
 @pytest.mark.parametrize("target", ["r.yaml", "runs/r"])
-def test_a_job_whose_run_folder_was_deleted_is_found(slurm: Path, target: str, cli) -> None:
+def test_a_job_whose_run_folder_was_deleted_is_found(slurm, target, cli):
     (slurm / "queue").write_text("9\n")
     assert "job 9 PENDING" in cli("status", target).out
     cli("cancel", target)
@@ -150,7 +142,7 @@ def test_a_job_whose_run_folder_was_deleted_is_found(slurm: Path, target: str, c
     cli("cancel", target, code=ExitCode.USER_ERROR)
 
 
-def test_a_run_is_asked_to_stop_without_a_controller(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_asked_to_stop_without_a_controller(slurm, capsys):
     run = RunDir(slurm / "runs" / "r")
     run.create()
     LiveLock(run, dataclasses.replace(myself(), job="7")).acquire()
@@ -161,7 +153,7 @@ def test_a_run_is_asked_to_stop_without_a_controller(slurm: Path, capsys: pytest
     assert "asked the run to save a checkpoint and stop" in said and "Unable to contact slurm controller" in said
 
 
-def test_who_stops_a_program_hears_that_hpctrain_cannot_save_it(slurm: Path, cli) -> None:
+def test_who_stops_a_program_hears_that_hpctrain_cannot_save_it(slurm, cli):
     run = RunDir(slurm / "runs" / "r")
     run.create()
     run.run_yaml.write_text(RUN_FILE)
@@ -169,17 +161,17 @@ def test_who_stops_a_program_hears_that_hpctrain_cannot_save_it(slurm: Path, cli
     assert "asked the run to stop; what it has not saved itself is lost" in cli("stop", "runs/r").out
 
 
-def test_a_program_is_submitted_without_a_run_file(slurm: Path, cli) -> None:
+def test_a_program_is_submitted_without_a_run_file(slurm, cli):
     script = cli("submit", "--dry-run", "--launch.nodes", "2", "--", "python", "ddp.py", "--epochs", "3").out
     assert "--nodes=2" in script and f"{os.getcwd()}/runs/ddp/run.yaml" in script
 
 
-def test_a_run_folder_in_which_slurm_finds_no_log_is_refused(slurm: Path, cli) -> None:
+def test_a_run_folder_in_which_slurm_finds_no_log_is_refused(slurm, cli):
     assert "has a backslash" in cli("submit", "--dry-run", "r.yaml", "--run_dir", "a\\b", code=ExitCode.USER_ERROR).err
 
 
 @pytest.mark.parametrize("name", ["time: 30", "memory: 0"])
-def test_numbers_are_values_of_slurms_keys(slurm: Path, name: str, cli) -> None:
+def test_numbers_are_values_of_slurms_keys(slurm, name, cli):
     (slurm / "r.yaml").write_text(
         f"name: r\nlaunch:\n  command: [sh, -n, 4]\n  env: {{OMP_NUM_THREADS: 4}}\n  slurm: {{{name}}}\n"
     )
@@ -188,7 +180,7 @@ def test_numbers_are_values_of_slurms_keys(slurm: Path, name: str, cli) -> None:
     assert {"time: 30": "--time=30", "memory: 0": "--mem=0"}[name] in script
 
 
-def test_a_refused_submission_leaves_the_run_as_it_was(slurm: Path, cli) -> None:
+def test_a_refused_submission_leaves_the_run_as_it_was(slurm, cli):
     run = RunDir(slurm / "runs" / "r")
     run.create()
     run.run_yaml.write_text("name: r\n# as it was trained\n")

@@ -26,7 +26,7 @@ def kinds(
     return [each.describe() for each in candidates(launch, JOB, offered, mpirun, flavour)]
 
 
-def test_srun_comes_first_where_it_is_there() -> None:
+def test_srun_comes_first_where_it_is_there():
     assert kinds() == ["srun --mpi=pmix", "mpirun"]
     assert kinds(offered=()) == ["mpirun"]
     assert kinds(mpirun=None) == ["srun"]
@@ -45,12 +45,12 @@ def test_srun_comes_first_where_it_is_there() -> None:
         (None, ("pmix",), None),
     ],
 )
-def test_the_mpi_type_fits_the_library(flavour: Flavour | None, offered: tuple[str, ...], expected: str | None) -> None:
+def test_the_mpi_type_fits_the_library(flavour, offered, expected):
     assert best_mpi(offered, flavour) == expected
 
 
 @pytest.mark.parametrize("flavour", [*Flavour, None])
-def test_srun_changes_nothing_about_how_open_mpi_starts(flavour: Flavour | None) -> None:
+def test_srun_changes_nothing_about_how_open_mpi_starts(flavour):
     """``pmix_base_async_modex`` hung one of 22 starts in MPI_Comm_dup; the crash it avoided is rarer, and seen."""
     [srun] = candidates(LaunchConfig(launcher="srun"), JOB, ("pmix",), MPIRUN, flavour)
     assert srun.environment({}) == {}
@@ -61,12 +61,12 @@ def test_srun_changes_nothing_about_how_open_mpi_starts(flavour: Flavour | None)
 @pytest.mark.parametrize(
     "wrong", [{"mpi": "pmixx"}, {"offered": (), "mpirun": None}, {"launcher": "srun", "offered": ()}]
 )
-def test_what_is_not_there_is_said(wrong: dict) -> None:  # type: ignore[type-arg]
+def test_what_is_not_there_is_said(wrong):  # type: ignore[type-arg]
     with pytest.raises(UserError):
         kinds(**wrong)
 
 
-def test_command_lines() -> None:
+def test_command_lines():
     slurm = SlurmConfig(
         mpi="pmix", cpu_bind="none", cpus_per_rank=3, srun_options=("--label",), mpirun_options=("--tag",)
     )
@@ -87,7 +87,7 @@ def test_command_lines() -> None:
     assert "--ntasks-per-node=1" in once_a_node(JOB, ["x"])
 
 
-def test_a_job_from_its_environment() -> None:
+def test_a_job_from_its_environment():
     environ = {
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": "n[1-2]",
@@ -107,13 +107,13 @@ def test_a_job_from_its_environment() -> None:
 
 
 @pytest.mark.parametrize(("text", "expected"), [("2(x3),1", 7), ("4", 4), ("1,2(x2)", 5), ("", 2)])
-def test_ranks_of_uneven_nodes(text: str, expected: int) -> None:
+def test_ranks_of_uneven_nodes(text, expected):
     environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x", "SLURM_JOB_NUM_NODES": "2", "SLURM_TASKS_PER_NODE": text}
     made = current(environ)
     assert made is not None and made.ranks == expected
 
 
-def test_ranks_that_share_out_layers_fill_one_node_after_the_other() -> None:
+def test_ranks_that_share_out_layers_fill_one_node_after_the_other():
     for in_order in (True, False):
         srun, _ = candidates(LaunchConfig(), JOB, ("pmix",), MPIRUN, MPIRUN.flavour, in_order)
         assert ("--distribution=block" in srun.words(["prog"], {})) == in_order

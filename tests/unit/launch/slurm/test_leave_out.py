@@ -49,9 +49,7 @@ def fail(run: RunDir) -> None:
 
 
 @pytest.mark.parametrize(("choice", "left_out"), [("run", True), ("shared", True), ("off", False)])
-def test_a_node_that_breaks_two_attempts_is_left_out(
-    run: RunDir, capsys: pytest.CaptureFixture[str], choice: str, left_out: bool
-) -> None:
+def test_a_node_that_breaks_two_attempts_is_left_out(run, capsys, choice, left_out):
     leave_out.note_culprit(config(choice), run)
     assert leave_out.option(config(choice), run) == [], "once may be chance"
     fail(run)
@@ -61,7 +59,7 @@ def test_a_node_that_breaks_two_attempts_is_left_out(
     assert len(bad_nodes.shared().entries(0.0)) == (choice == "shared")
 
 
-def test_a_node_is_used_again_once_its_failure_follows_the_rank(run: RunDir) -> None:
+def test_a_node_is_used_again_once_its_failure_follows_the_rank(run):
     fail(run)
     leave_out.note_culprit(config("shared"), run)
     other = bad_nodes.BadNode("n2.local", time.time() + 3600, 1, "slow", "/runs/other")
@@ -76,7 +74,7 @@ def test_a_node_is_used_again_once_its_failure_follows_the_rank(run: RunDir) -> 
     assert leave_out.avoided(config("shared"), run) == ["n2"], "what another run found stays"
 
 
-def test_another_run_that_shares_leaves_it_out_too(run: RunDir, tmp_path: Path) -> None:
+def test_another_run_that_shares_leaves_it_out_too(run, tmp_path):
     fail(run)
     leave_out.note_culprit(config("shared"), run)
     other = RunDir(tmp_path / "other")
@@ -84,14 +82,14 @@ def test_another_run_that_shares_leaves_it_out_too(run: RunDir, tmp_path: Path) 
     assert leave_out.avoided(config("run"), other) == []
 
 
-def test_a_list_that_cannot_be_written_changes_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_list_that_cannot_be_written_changes_nothing(run, capsys):
     fail(run)
     (run.monitor / bad_nodes.FILE).mkdir()
     leave_out.note_culprit(config("run"), run)
     assert "cannot write" in capsys.readouterr().err
 
 
-def test_a_preflight_blames_nodes_only_where_others_passed() -> None:
+def test_a_preflight_blames_nodes_only_where_others_passed():
     problem = Fault("scratch of n2 cannot be written", "exclude the host", "n2")
     everywhere = [problem, dataclasses.replace(problem, host="n1")]
     assert of_nodes([problem], {0: "n1", 1: "n2"}) == [problem]
@@ -101,6 +99,6 @@ def test_a_preflight_blames_nodes_only_where_others_passed() -> None:
 
 
 @pytest.mark.parametrize("hours", [float("inf"), 1e9])
-def test_a_node_may_be_left_out_forever(run: RunDir, hours: float) -> None:
+def test_a_node_may_be_left_out_forever(run, hours):
     leave_out.note(dataclasses.replace(config("run"), monitor=MonitorConfig(exclude_hours=hours)), run, "n2", "slow", 1)
     assert leave_out.option(config("run"), run) == ["--exclude=n9,n2"]

@@ -14,7 +14,7 @@ from hpctrain.launch.attempt import Launch
 from hpctrain.launch.engines.slurm import allocation, client, leave_out, preflight
 from hpctrain.launch.engines.slurm.allocation import JobNodes
 from hpctrain.launch.engines.slurm.job import Job
-from hpctrain.launch.engines.slurm.launcher import Launcher, Mpirun, Srun
+from hpctrain.launch.engines.slurm.launcher import Mpirun, Srun
 from hpctrain.launch.mpi_library import Flavour, MpiRun
 from hpctrain.launch.supervisor import choose, prepare
 from hpctrain.run import bad_nodes
@@ -40,7 +40,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobNodes:
     return JobNodes(CONFIG, run, JOB, JOB, allocation.PreparedRanks(SRUN, "python", {}, {}))
 
 
-def test_what_was_prepared_once_holds_for_all_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_prepared_once_holds_for_all_attempts(tmp_path, monkeypatch):
     prepared, asked = allocation.PreparedRanks(SRUN, "python", {"a": "b"}, {0: "n1"}), []
     monkeypatch.setattr(allocation, "prepare", lambda *args: asked.append(args) or prepared)
     place = JobNodes.of(CONFIG, RunDir(tmp_path), JOB)
@@ -52,8 +52,8 @@ def test_what_was_prepared_once_holds_for_all_attempts(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("launcher", [SRUN, Mpirun(JOB, SlurmConfig(), MpiRun("/usr/bin/mpirun", Flavour.OPEN_MPI_5))])
-def test_a_step_after_a_failed_one_shares_what_that_may_still_hold(launcher: Launcher) -> None:
-    def how(launcher: Launcher) -> str:
+def test_a_step_after_a_failed_one_shares_what_that_may_still_hold(launcher):
+    def how(launcher):
         return " ".join([*launcher.words(["true"], {}), *launcher.environment({})])
 
     assert "overlap" not in how(launcher).lower()
@@ -61,7 +61,7 @@ def test_a_step_after_a_failed_one_shares_what_that_may_still_hold(launcher: Lau
     assert "--mem=0" not in how(launcher) and ("--mem=0" in how(launcher.after_failure(JOB))) is (launcher is SRUN)
 
 
-def test_a_killed_rank_is_started_again_in_the_job(place: JobNodes) -> None:
+def test_a_killed_rank_is_started_again_in_the_job(place):
     assert place.serves(KILLED)
 
 
@@ -73,14 +73,12 @@ def test_a_killed_rank_is_started_again_in_the_job(place: JobNodes) -> None:
         {"JobState": "RUNNING", "Restarts": "2"},
     ],
 )
-def test_a_job_that_ends_serves_no_longer(
-    place: JobNodes, monkeypatch: pytest.MonkeyPatch, fields: dict[str, str]
-) -> None:
+def test_a_job_that_ends_serves_no_longer(place, monkeypatch, fields):
     monkeypatch.setattr(client, "job_fields", lambda job: fields)
     assert not place.serves(KILLED)
 
 
-def test_a_job_that_lost_a_node_or_has_one_to_leave_out_serves_no_longer(place: JobNodes) -> None:
+def test_a_job_that_lost_a_node_or_has_one_to_leave_out_serves_no_longer(place):
     bad_nodes.of_run(place.run_dir).add(BadNode("n9", time.time() + 3600, 1, "slow", str(place.run_dir.path)))
     assert place.serves(KILLED), "it is not ours"
     bad_nodes.of_run(place.run_dir).add(BadNode("n2", time.time() + 3600, 1, "slow", str(place.run_dir.path)))
@@ -93,16 +91,16 @@ def test_a_job_that_lost_a_node_or_has_one_to_leave_out_serves_no_longer(place: 
 
 @pytest.mark.parametrize(("min_nodes", "answers", "lost"), [(1, False, True), (1, True, False), (None, False, False)])
 def test_a_node_that_the_monitor_cannot_reach_is_lost_if_slurm_cannot_either_and_others_are_left(
-    place: JobNodes, monkeypatch: pytest.MonkeyPatch, min_nodes: int | None, answers: bool, lost: bool
-) -> None:
+    place, monkeypatch, min_nodes, answers, lost
+):
     launch = dataclasses.replace(place.config.launch, min_nodes=min_nodes)
     place.config = dataclasses.replace(place.config, launch=launch)
     monkeypatch.setattr(client, "unreached", lambda hosts: set() if answers else {"n2"} & set(hosts))
     assert place.can_lose("n2.cluster") is lost
 
 
-def test_a_controller_that_is_away_leaves_it_to_requeueing(place: JobNodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    def away(nodelist: str) -> list[str]:
+def test_a_controller_that_is_away_leaves_it_to_requeueing(place, monkeypatch):
+    def away(nodelist):
         raise client.Unanswered("Slurm does not answer", "wait")
 
     monkeypatch.setattr(client, "hosts", away)
@@ -130,15 +128,11 @@ def config(min_nodes: int | None = None, spare_nodes: int = 0, pipeline: int = 1
         (["n1", "n2"], ["n2"], config(min_nodes=1, batch_per_rank=4), None),
     ],
 )
-def test_what_is_left_of_a_job_serves_if_the_run_stays_the_same(
-    hosts: list[str], out: list[str], of: Config, chosen: list[str] | None
-) -> None:
+def test_what_is_left_of_a_job_serves_if_the_run_stays_the_same(hosts, out, of, chosen):
     assert choose(hosts, out, of) == chosen
 
 
-def test_nodes_lost_together_are_left_together_unless_too_few_are_left(
-    place: JobNodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_lost_together_are_left_together_unless_too_few_are_left(place, monkeypatch):
     place.config = config(min_nodes=1)
     monkeypatch.setattr(client, "hosts", lambda nodelist: ["n1", "n2", "n3"])
     monkeypatch.setattr(client, "unreached", lambda hosts: {"n2", "n3"} & set(hosts))
@@ -151,7 +145,7 @@ def test_nodes_lost_together_are_left_together_unless_too_few_are_left(
     assert (place.facts.nodes, place.lost) == (2, {"n3"}), "none can be reached from here: that says nothing"
 
 
-def test_a_run_that_allows_it_continues_on_the_nodes_that_are_left(place: JobNodes) -> None:
+def test_a_run_that_allows_it_continues_on_the_nodes_that_are_left(place):
     place.config = config(min_nodes=1)
     assert place.serves(failed_with(Code.NODE, "n2.site.org was lost", "", host="n2.site.org"))
     assert (place.facts.nodes, place.facts.ranks) == (1, 2)
@@ -160,14 +154,14 @@ def test_a_run_that_allows_it_continues_on_the_nodes_that_are_left(place: JobNod
     assert place.serves(KILLED) and place.facts.nodes == 1, "a lost node stays lost"
 
 
-def test_after_a_move_the_hosts_of_ranks_are_no_longer_known(place: JobNodes) -> None:
+def test_after_a_move_the_hosts_of_ranks_are_no_longer_known(place):
     place.config, place.prepared = config(min_nodes=1), allocation.PreparedRanks(SRUN, "python", {}, {0: "n1", 2: "n2"})
     assert place.serves(KILLED) and place.prepare().hosts == {0: "n1", 2: "n2"}
     bad_nodes.of_run(place.run_dir).add(BadNode("n1", time.time() + 3600, 1, "slow", str(place.run_dir.path)))
     assert place.serves(KILLED) and place.job.part == ("n2",) and place.prepare().hosts == {}
 
 
-def test_spare_nodes_wait_until_one_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spare_nodes_wait_until_one_is_lost(tmp_path, monkeypatch):
     monkeypatch.setattr(client, "job_fields", lambda job: {})
     monkeypatch.setattr(client, "hosts", lambda nodelist: ["n1", "n2", "n3"])
     run = RunDir(tmp_path)
@@ -180,7 +174,7 @@ def test_spare_nodes_wait_until_one_is_lost(tmp_path: Path, monkeypatch: pytest.
     assert (place.job.part, place.facts.ranks) == (("n2", "n3"), 4)
 
 
-def test_mpirun_is_told_the_nodes_that_are_left() -> None:
+def test_mpirun_is_told_the_nodes_that_are_left():
     mpirun = Mpirun(JOB, SlurmConfig(), MpiRun("mpirun", Flavour.OPEN_MPI_5)).after_failure(JOB.on(["n1"]))
     assert mpirun.words(["true"], {})[-3:] == ["--host", "n1:2", "true"]
 
@@ -202,15 +196,15 @@ def silent(host: str) -> preflight.Fault:
     ],
 )
 def test_a_node_that_starts_no_rank_in_the_preflight_is_left_out_and_the_job_requeued(
-    place: JobNodes,
-    monkeypatch: pytest.MonkeyPatch,
-    faults: list[preflight.Fault | None],
-    gone: bool,
-    before: Code | None,
-    tried: int,
-    code: Code | None,
-    exit_code: int | None,
-) -> None:
+    place,
+    monkeypatch,
+    faults,
+    gone,
+    before,
+    tried,
+    code,
+    exit_code,
+):
     mpirun = Mpirun(JOB, SlurmConfig(), MpiRun("/usr/bin/mpirun", Flavour.OPEN_MPI_5))
     left = list(faults)
     monkeypatch.setattr(allocation, "launchers", lambda config, job: [SRUN, mpirun])
@@ -234,9 +228,7 @@ def test_a_node_that_starts_no_rank_in_the_preflight_is_left_out_and_the_job_req
 
 
 @pytest.mark.parametrize(("state", "excluded"), [("RUNNING", True), ("COMPLETING", False)])
-def test_no_node_is_blamed_for_a_preflight_that_scancel_ended(
-    place: JobNodes, monkeypatch: pytest.MonkeyPatch, state: str, excluded: bool
-) -> None:
+def test_no_node_is_blamed_for_a_preflight_that_scancel_ended(place, monkeypatch, state, excluded):
     silent = preflight.Fault("no rank on n2 answered", "", "n2", launcher=True, code=Code.NODE)
     monkeypatch.setattr(allocation, "launchers", lambda config, job: [SRUN])
     monkeypatch.setattr(allocation, "check", lambda *_: ([silent], {}))
@@ -249,9 +241,7 @@ def test_no_node_is_blamed_for_a_preflight_that_scancel_ended(
     assert ("n2" in leave_out.avoided(place.config, place.run_dir)) is excluded
 
 
-def test_a_preflight_with_the_same_fault_on_every_node_says_so_in_a_few_lines(
-    place: JobNodes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_preflight_with_the_same_fault_on_every_node_says_so_in_a_few_lines(place, monkeypatch, capsys):
     faults = [preflight.Fault(f"2 ranks on n{node} share 1 cores", "", f"n{node}", fatal=False) for node in range(500)]
     monkeypatch.setattr(allocation, "launchers", lambda config, job: [SRUN])
     monkeypatch.setattr(allocation, "check", lambda *_: (faults, {}))

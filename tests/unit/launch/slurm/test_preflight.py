@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,12 +48,12 @@ def change(**fields: Any) -> Callable[[Reports], Reports]:
     return apply
 
 
-def test_slurms_names_of_nodes_may_be_others_than_their_hosts() -> None:
+def test_slurms_names_of_nodes_may_be_others_than_their_hosts():
     found = [{**report, "node": {"n1": "gpu-1", "n2": "gpu-2"}[report["host"]]} for report in healthy()]
     assert judge(found, EXPECTED, ["gpu-1", "gpu-2"]) == []
 
 
-def test_srun_keeps_a_report_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_srun_keeps_a_report_together(monkeypatch, tmp_path):
     said: list[dict[str, Any]] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(1024)))
     monkeypatch.setattr(probe, "devices", lambda: [f"GPU-{number:036}" for number in range(8)])
@@ -64,7 +63,7 @@ def test_srun_keeps_a_report_together(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert len(MARK + json.dumps(said[0])) < 1024, "slurmstepd cuts longer lines, and those of nodes mix"
 
 
-def test_a_healthy_job_has_no_problems() -> None:
+def test_a_healthy_job_has_no_problems():
     assert judge(healthy(), EXPECTED, HOSTS) == []
 
 
@@ -83,13 +82,13 @@ def test_a_healthy_job_has_no_problems() -> None:
         (lambda found: [r for r in found if not (r["stage"] == "mpi" and r["host"] == "n2")], "n2", "ranks hang on n2"),
     ],
 )
-def test_a_broken_host_is_named(fault: Callable[[Reports], Reports], host: str, what: str) -> None:
+def test_a_broken_host_is_named(fault, host, what):
     problem = judge(fault(healthy()), EXPECTED, HOSTS)[0]
     assert problem.host == host and problem.fatal
     assert __import__("re").search(what, problem.what), problem.what
 
 
-def test_a_host_with_fewer_gpus_is_named() -> None:
+def test_a_host_with_fewer_gpus_is_named():
     found = healthy()
     for report in found:
         if report["host"] == "n2" and report["stage"] == "host":
@@ -98,7 +97,7 @@ def test_a_host_with_fewer_gpus_is_named() -> None:
     assert (problem.host, problem.what) == ("n2", "n2 shows 1 of 2 GPUs")
 
 
-def test_private_devices_are_no_missing_ones() -> None:
+def test_private_devices_are_no_missing_ones():
     found = healthy()
     for report in found:
         if report["stage"] == "host":
@@ -107,7 +106,7 @@ def test_private_devices_are_no_missing_ones() -> None:
     assert not warned.fatal and warned.what.startswith("ranks on n1 see only their own GPUs"), "once for all hosts"
 
 
-def test_singletons_are_the_launchers_fault() -> None:
+def test_singletons_are_the_launchers_fault():
     found = healthy()
     for report in found:
         report.update({"rank": 0, "size": 1, "local_rank": 0, "sum": 0} if report["stage"] == "mpi" else {})
@@ -115,17 +114,17 @@ def test_singletons_are_the_launchers_fault() -> None:
     assert problem.launcher and "each believe they are alone" in problem.what and "launch.slurm.mpi" in problem.fix
 
 
-def test_a_launcher_that_starts_nothing() -> None:
+def test_a_launcher_that_starts_nothing():
     problem = judge([], EXPECTED, HOSTS)[0]
     assert problem.launcher and "0 of 4 ranks answered" in problem.what
 
 
-def test_mpi_that_starts_nowhere_may_be_the_launcher() -> None:
+def test_mpi_that_starts_nowhere_may_be_the_launcher():
     problem = judge([report for report in healthy() if report["stage"] == "host"], EXPECTED, HOSTS)[0]
     assert problem.launcher
 
 
-def test_missing_mpi4py_is_not() -> None:
+def test_missing_mpi4py_is_not():
     found = [
         report if report["stage"] == "host" else {**report, "mpi_error": "mpi4py cannot be imported"}
         for report in healthy()
@@ -134,7 +133,7 @@ def test_missing_mpi4py_is_not() -> None:
     assert not problem.launcher and "hpctrain[mpi]" in problem.fix
 
 
-def test_clocks_and_shared_cores_are_told_but_not_fatal() -> None:
+def test_clocks_and_shared_cores_are_told_but_not_fatal():
     found = change(after=190.0)(healthy())
     for report in found:
         if report["stage"] == "host" and report["host"] == "n1":
@@ -144,12 +143,12 @@ def test_clocks_and_shared_cores_are_told_but_not_fatal() -> None:
     assert {problem.host for problem in problems} == {"n1", "n2"}
 
 
-def test_fatal_problems_come_first() -> None:
+def test_fatal_problems_come_first():
     found = change(after=190.0, scratch_error="x: full")(healthy())
     assert [problem.fatal for problem in judge(found, EXPECTED, HOSTS)] == [True, False]
 
 
-def test_hosts_of_tasks() -> None:
+def test_hosts_of_tasks():
     found = healthy()
     for report in found:
         report["task"] = str(report["pid"])
@@ -157,14 +156,14 @@ def test_hosts_of_tasks() -> None:
     assert hosts_of_tasks(healthy()) == {}
 
 
-def test_judging_changes_nothing() -> None:
+def test_judging_changes_nothing():
     found = healthy()
     before = copy.deepcopy(found)
     judge(found, EXPECTED, HOSTS)
     assert found == before
 
 
-def test_reports_are_found_among_other_output() -> None:
+def test_reports_are_found_among_other_output():
     line = MARK + json.dumps({"stage": "host", "host": "n1"})
     assert (
         reports(["noise", f"[1] {line}", f"{line} trailing", MARK + "{torn", ""])
@@ -175,9 +174,7 @@ def test_reports_are_found_among_other_output() -> None:
 @pytest.mark.parametrize(
     ("tensor", "order", "torn"), [(2, (0, 1, 2, 3), None), (2, (0, 2, 1, 3), "ranks 0 to 1"), (1, (0, 2, 1, 3), None)]
 )
-def test_ranks_that_share_out_layers_on_two_nodes_are_found(
-    tensor: int, order: tuple[int, ...], torn: str | None
-) -> None:
+def test_ranks_that_share_out_layers_on_two_nodes_are_found(tensor, order, torn):
     """As a site that deals out ranks in turn would start them; another launcher may not."""
     found = healthy()
     for report, rank in zip(found[4:], order, strict=True):
@@ -191,7 +188,7 @@ def test_ranks_that_share_out_layers_on_two_nodes_are_found(
     assert problem.fatal and problem.launcher and "--distribution" in problem.fix
 
 
-def test_what_is_slow_is_told_and_an_unused_network_is_fatal() -> None:
+def test_what_is_slow_is_told_and_an_unused_network_is_fatal():
     links = {"device": "cuda", "within": {"n1": 200.0}, "between": [("n1", "n2", 0.5)]}
     line = f"srun: starting\nhpctrain-speeds {json.dumps({**links, 'network': 'Socket', 'fabrics': {'n1': 'EFA'}})}\n"
     found = speeds(line.splitlines())
@@ -201,7 +198,7 @@ def test_what_is_slow_is_told_and_an_unused_network_is_fatal() -> None:
     assert link == Fault("n1 and n2 exchange at 0.5 GB/s, less than 1", link.fix, fatal=False)
 
 
-def test_ranks_that_compute_on_the_cpus_of_a_job_with_gpus_are_told() -> None:
+def test_ranks_that_compute_on_the_cpus_of_a_job_with_gpus_are_told():
     """A container without them has no device file either, by which a rank would notice."""
     [unused] = slow(Speeds("cpu"))
     assert not unused.fatal and "--nv" in unused.fix

@@ -22,7 +22,7 @@ def site(folder: Path, text: str, name: str = "site.toml") -> Path:
     return folder
 
 
-def test_layers_lie_over_each_other(tmp_path: Path) -> None:
+def test_layers_lie_over_each_other(tmp_path):
     site(tmp_path, '[launch.slurm]\npartition = "named"\nqos = "named"\nmpi = "pmi2"\n', "profiles/mine.toml")
     site(tmp_path, '[launch]\nmodules = ["gcc"]\n[launch.slurm]\nqos = "site"\nextra = ["--nice=1"]\n')
     given = LaunchConfig(modules=("mpi",), slurm=SlurmConfig(profile="mine", mpi="pmix", extra=("--hold",)))
@@ -33,18 +33,18 @@ def test_layers_lie_over_each_other(tmp_path: Path) -> None:
     assert made.slurm.time == "01:00:00", "from the built-in generic profile"
 
 
-def test_a_mapping_is_merged_and_the_run_file_wins(tmp_path: Path) -> None:
+def test_a_mapping_is_merged_and_the_run_file_wins(tmp_path):
     site(tmp_path, '[launch.env]\nA = "site"\nB = "site"\n')
     assert profile.resolve(LaunchConfig(env={"A": "mine"}), tmp_path).env == {"A": "mine", "B": "site"}
 
 
-def test_applying_twice_changes_nothing(tmp_path: Path) -> None:
+def test_applying_twice_changes_nothing(tmp_path):
     site(tmp_path, '[launch.slurm]\nextra = ["--nice=1"]\n')
     once = profile.resolve(LaunchConfig(), tmp_path)
     assert profile.resolve(once, tmp_path) == once
 
 
-def test_a_false_in_the_run_file_is_given(tmp_path: Path) -> None:
+def test_a_false_in_the_run_file_is_given(tmp_path):
     site(tmp_path, "[launch.slurm]\nrequeue = true\nexclusive = true\n")
     made = profile.resolve(LaunchConfig(slurm=SlurmConfig(requeue=False)), tmp_path)
     assert (made.slurm.requeue, made.slurm.exclusive) == (False, True)
@@ -64,19 +64,19 @@ def test_a_false_in_the_run_file_is_given(tmp_path: Path) -> None:
         ("[launch]\nnodes = 4\n", "not something that a profile can set"),
     ],
 )
-def test_mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
+def test_mistakes_are_named(tmp_path, text, message):
     with pytest.raises(UserError) as caught:
         profile.resolve(LaunchConfig(), site(tmp_path, text))
     assert __import__("re").search(message, str(caught.value)), str(caught.value)
 
 
-def test_an_unknown_profile_names_the_nearest(tmp_path: Path) -> None:
+def test_an_unknown_profile_names_the_nearest(tmp_path):
     with pytest.raises(UserError, match=r"(?s)no Slurm profile 'genric'.*did you mean generic\?"):
         profile.resolve(LaunchConfig(slurm=SlurmConfig(profile="genric")), tmp_path)
 
 
 @pytest.mark.parametrize("path", BUILT_IN, ids=lambda path: path.stem)
-def test_built_in_profiles_are_sound(path: Path, tmp_path: Path) -> None:
+def test_built_in_profiles_are_sound(path, tmp_path):
     about = tomllib.loads(path.read_text())
     assert about["description"]
     assert about.get("verified", False) == (path.stem in ("generic", "local-test")), "what nobody has tried says so"
@@ -84,7 +84,7 @@ def test_built_in_profiles_are_sound(path: Path, tmp_path: Path) -> None:
     assert dataclasses.is_dataclass(made)
 
 
-def test_masks_of_a_profile_give_each_rank_the_cores_that_it_counts_on(tmp_path: Path) -> None:
+def test_masks_of_a_profile_give_each_rank_the_cores_that_it_counts_on(tmp_path):
     made = profile.resolve(LaunchConfig(slurm=SlurmConfig(profile="example-gpu-slingshot")), tmp_path).slurm
     kind, _, masks = str(made.cpu_bind).partition(":")
     cores = [[core for core in range(64) if int(mask, 16) >> core & 1] for mask in masks.split(",")]

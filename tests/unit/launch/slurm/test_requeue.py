@@ -73,7 +73,7 @@ PREEMPTED = {"StartTime": "2026-11-21T04:00:00", "PreemptTime": "2026-11-21T05:0
         ({}, Who.NOBODY),
     ],
 )
-def test_who_ends_a_job(fields: dict[str, str], expected: Who) -> None:
+def test_who_ends_a_job(fields, expected):
     assert who_ends(fields, restarts=1) is expected
 
 
@@ -81,7 +81,7 @@ def test_who_ends_a_job(fields: dict[str, str], expected: Who) -> None:
     ("number", "who", "expected"),
     [("USR1", Who.PERSON, False), ("TERM", Who.PERSON, True), ("TERM", Who.NOBODY, True), ("TERM", Who.REQUEUE, False)],
 )
-def test_whose_wish_a_signal_tells(monkeypatch: pytest.MonkeyPatch, number: str, who: Who, expected: bool) -> None:
+def test_whose_wish_a_signal_tells(monkeypatch, number, who, expected):
     fields = {Who.PERSON: {"JobState": "CANCELLED"}, Who.REQUEUE: {"Restarts": "2"}}.get(who, {})
     monkeypatch.setattr(client, "job_fields", lambda job: fields)
     assert by_person(signal.Signals[f"SIG{number}"], JOB) is expected
@@ -116,14 +116,12 @@ UNSTARTED = RunVerdict(Action.FAIL, ExitCode.DO_NOT_REQUEUE, "stage-in: srun: er
         (Who.PERSON, STOPPED, None, Action.STOP),
     ],
 )
-def test_what_follows_depends_on_who_ends_the_job(
-    who: Who, verdict: RunVerdict, asked: StopRequest | None, expected: Action
-) -> None:
+def test_what_follows_depends_on_who_ends_the_job(who, verdict, asked, expected):
     assert in_view_of(who, verdict, asked).action is expected
 
 
 @pytest.mark.parametrize("who", [Who.REQUEUE, Who.PREEMPTION])
-def test_what_slurm_did_is_no_failure_and_what_became_of_the_ranks_is_kept(who: Who) -> None:
+def test_what_slurm_did_is_no_failure_and_what_became_of_the_ranks_is_kept(who):
     final = in_view_of(who, KILLED, None)
     assert final.exit_code is ExitCode.STOPPED and final.rank is None
     assert KILLED.reason in final.reason
@@ -131,22 +129,22 @@ def test_what_slurm_did_is_no_failure_and_what_became_of_the_ranks_is_kept(who: 
 
 @pytest.mark.parametrize("code", [Code.NODE, Code.KILLED, Code.VANISHED, Code.HANG, Code.EXCEPTION])
 @pytest.mark.parametrize("who", [Who.REQUEUE, Who.PREEMPTION])
-def test_steps_that_did_not_end_in_order_are_remembered_where_slurm_ended_them(who: Who, code: Code) -> None:
+def test_steps_that_did_not_end_in_order_are_remembered_where_slurm_ended_them(who, code):
     lost = RunVerdict(Action.REQUEUE, ExitCode.FAILURE, "n2 was lost", host="n2", code=code)
     final = in_view_of(who, lost, None)
     assert unclean([Attempt(1, job="4", verdict=final)], "4") == 1
     assert final.host == ("n2" if code is Code.NODE else None), "a host is named for what it did itself"
 
 
-def test_an_error_that_comes_again_is_final_though_slurm_preempts_the_job() -> None:
+def test_an_error_that_comes_again_is_final_though_slurm_preempts_the_job():
     error = ErrorWord("the loss is not finite", "look at the data", "NoRequeue", "", Code.NAN)
     word = LastWord(0, "n1", 1, 1.0, 0.0, Ending.FAILED, 1.0, ExitCode.DO_NOT_REQUEUE, error=error)
     verdict = decide([word], [], max_failures=3)
     assert in_view_of(Who.PREEMPTION, verdict, None) is verdict and verdict.action is not Action.REQUEUE
 
 
-def test_jobs_that_cannot_be_cancelled_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def silent(*_: object, **__: object) -> None:
+def test_jobs_that_cannot_be_cancelled_change_nothing(monkeypatch):
+    def silent(*_, **__):
         raise RunFailed("scancel did not answer within 60 s", "try again")
 
     monkeypatch.setattr(client, "cancel", silent)
@@ -155,16 +153,16 @@ def test_jobs_that_cannot_be_cancelled_change_nothing(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(("job", "cancelled"), [("5", [["6", "7"]]), ("7", []), ("9", [])])
 def test_the_end_of_a_chain_takes_out_the_jobs_that_follow(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    job: str,
-    cancelled: list[list[str]],
-) -> None:
+    tmp_path,
+    monkeypatch,
+    capsys,
+    job,
+    cancelled,
+):
     taken: list[Sequence[str]] = []
     asked: list[Sequence[str]] = []
 
-    def apart(run: RunDir, ids: Sequence[str]) -> tuple[list[str], list[str]]:
+    def apart(run, ids):
         asked.append(ids)
         return list(ids), ["job 9 is another cluster's"]
 
@@ -178,7 +176,7 @@ def test_the_end_of_a_chain_takes_out_the_jobs_that_follow(
     assert ("job 9 is another cluster's" in capsys.readouterr().err) is bool(asked), "what is left is told"
 
 
-def test_a_torn_line_hides_no_other_job(tmp_path: Path) -> None:
+def test_a_torn_line_hides_no_other_job(tmp_path):
     run = RunDir(tmp_path)
     record(run, Submitted("1", 1.0, "/"))
     with open(tmp_path / "jobs.jsonl", "a") as file:
@@ -204,12 +202,12 @@ def attempts(*jobs: str) -> list[Attempt]:
         (["7"], {"7": "7"}, 0),
     ],
 )
-def test_requeues_of_a_submission(jobs: list[str], replaces: dict[str, str], expected: int) -> None:
+def test_requeues_of_a_submission(jobs, replaces, expected):
     known = [Submitted(job, 0.0, "/", replaces=replaces.get(job)) for job in dict.fromkeys(jobs)]
     assert requeue.requeues(attempts(*jobs), known, "7") == expected
 
 
-def test_attempts_in_place_are_one_start_of_the_job() -> None:
+def test_attempts_in_place_are_one_start_of_the_job():
     made = [Attempt(number=number, job="7", restarts=restarts) for number, restarts in ((1, 0), (2, 0), (3, 0), (4, 1))]
     assert requeue.requeues(made, [Submitted("7", 0.0, "/")], "7") == 1
 
@@ -222,9 +220,7 @@ def unwritable(folder: Path) -> RunDir:
     return run
 
 
-def test_a_job_that_cannot_be_recorded_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_that_cannot_be_recorded_is_told(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(client, "submit", lambda script, options: "4711")
     config = Config(name="r", launch=LaunchConfig(command=("true",)))
     assert submit(Plan(config, unwritable(tmp_path), "")) == ["4711"]
@@ -232,9 +228,7 @@ def test_a_job_that_cannot_be_recorded_is_told(
     assert "job 4711 cannot be recorded in" in said and "scancel 4711" in said
 
 
-def test_a_job_in_place_of_this_one_that_cannot_be_recorded_was_submitted_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_in_place_of_this_one_that_cannot_be_recorded_was_submitted_all_the_same(tmp_path, monkeypatch, capsys):
     run = unwritable(tmp_path)
     (run.path / "job.sbatch").touch()
     bad_nodes.of_run(run).add(BadNode("n2", time.time() + 99, 1, "slow"))
@@ -258,8 +252,8 @@ def test_a_job_in_place_of_this_one_that_cannot_be_recorded_was_submitted_all_th
     ],
 )
 def test_only_the_lock_of_a_job_of_this_cluster_that_is_shown_as_ended_is_released(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: str, states: list[str], removed: bool
-) -> None:
+    tmp_path, monkeypatch, cluster, states, removed
+):
     monkeypatch.setenv("SLURM_CLUSTER_NAME", cluster)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     run = RunDir(tmp_path)
@@ -271,8 +265,8 @@ def test_only_the_lock_of_a_job_of_this_cluster_that_is_shown_as_ended_is_releas
     assert run.lock_file.exists() is not removed
 
 
-def test_of_a_chain_that_slurm_takes_in_part_the_jobs_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def sbatch(script: Path, options: Sequence[str]) -> str:
+def test_of_a_chain_that_slurm_takes_in_part_the_jobs_are_told(tmp_path, monkeypatch):
+    def sbatch(script, options):
         if len(submissions(run)) == 2:
             raise RunFailed("sbatch refused: QOSMaxSubmitJobPerUserLimit", "ask the site")
         return f"{len(submissions(run)) + 1}"
@@ -284,12 +278,10 @@ def test_of_a_chain_that_slurm_takes_in_part_the_jobs_are_told(tmp_path: Path, m
     assert "hpctrain cancel" in caught.value.fix
 
 
-def test_a_node_to_leave_out_that_slurm_does_not_know_does_not_keep_a_run_from_starting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_node_to_leave_out_that_slurm_does_not_know_does_not_keep_a_run_from_starting(tmp_path, monkeypatch, capsys):
     """The list that a user's runs share may name nodes of another cluster."""
 
-    def sbatch(script: Path, options: Sequence[str]) -> str:
+    def sbatch(script, options):
         if "--exclude=n9" in options:
             raise RunFailed("sbatch refused: Batch job submission failed: Invalid node name specified", "see")
         return str(len(submissions(run)) + 1)
@@ -301,10 +293,8 @@ def test_a_node_to_leave_out_that_slurm_does_not_know_does_not_keep_a_run_from_s
     assert "without --exclude=n9: sbatch refused" in capsys.readouterr().err
 
 
-def test_a_job_that_cannot_be_recorded_by_itself_starts_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def prepare(*_: object) -> None:
+def test_a_job_that_cannot_be_recorded_by_itself_starts_all_the_same(tmp_path, monkeypatch, capsys):
+    def prepare(*_):
         raise NoRequeue("as far as this", "")
 
     monkeypatch.setattr(allocation, "prepare", prepare)
@@ -341,9 +331,7 @@ AGAIN = RunVerdict(Action.REQUEUE, ExitCode.FAILURE, "rank 1 died")
 
 
 @pytest.mark.parametrize(("job", "has_script"), [("7_4", True), ("7_5", False), ("7", False)])
-def test_an_element_of_an_array_gets_a_script_for_itself_and_no_other_job_does(
-    tmp_path: Path, job: str, has_script: bool
-) -> None:
+def test_an_element_of_an_array_gets_a_script_for_itself_and_no_other_job_does(tmp_path, job, has_script):
     run = RunDir(tmp_path / "4")
     run.create()
     assert requeue.has_script(with_cap(9), run, dataclasses.replace(JOB, id=job)) is has_script
@@ -352,10 +340,10 @@ def test_an_element_of_an_array_gets_a_script_for_itself_and_no_other_job_does(
 
 @pytest.mark.parametrize("between", [STOP, AGAIN, None])
 def test_the_cap_holds_whoever_requeued_the_job_in_between(
-    run_after: Callable[[Sequence[RunVerdict | None]], RunDir],
-    monkeypatch: pytest.MonkeyPatch,
-    between: RunVerdict | None,
-) -> None:
+    run_after,
+    monkeypatch,
+    between,
+):
     requeued: list[str] = []
     monkeypatch.setattr(client, "job_fields", lambda job: {"JobState": "RUNNING"})
     monkeypatch.setattr(client, "requeue", requeued.append)
@@ -368,15 +356,13 @@ def test_the_cap_holds_whoever_requeued_the_job_in_between(
     assert requeued == ["7"]
 
 
-def test_a_cancelled_job_is_never_requeued(
-    run_after: Callable[[Sequence[RunVerdict | None]], RunDir], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cancelled_job_is_never_requeued(run_after, monkeypatch):
     monkeypatch.setattr(client, "job_fields", lambda job: {"JobState": "COMPLETING", "Reason": "None"})
     with pytest.raises(requeue.Cancelled, match="cancelled"):
         requeue.requeue(with_cap(9), run_after([AGAIN]), JOB)
 
 
-def test_a_job_in_place_of_this_one_learns_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_in_place_of_this_one_learns_nothing_of_it(tmp_path, monkeypatch):
     on_path(tmp_path, monkeypatch, sbatch=f'echo "$SLURM_RESTART_COUNT $SLURM_CONF" > {tmp_path}/told; echo 8')
     monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
     monkeypatch.setenv("SLURM_CONF", "c")
@@ -384,14 +370,14 @@ def test_a_job_in_place_of_this_one_learns_nothing_of_it(tmp_path: Path, monkeyp
     assert (tmp_path / "told").read_text().split() == ["c"]
 
 
-def test_another_verdict_stands_in_both_places(run_after: Callable[[Sequence[RunVerdict | None]], RunDir]) -> None:
+def test_another_verdict_stands_in_both_places(run_after):
     run = run_after([AGAIN])
     amend(run, JOB, STOP)
     words = last_words.read(run, 1)
     assert words is not None and Attempts(run).all()[-1].verdict == words.verdict == STOP
 
 
-def test_steps_are_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_used_up(tmp_path, monkeypatch):
     on_path(tmp_path, monkeypatch, srun=f'echo "$*" >> {tmp_path}/steps')
     skip_steps(RunDir(tmp_path), 3)
     steps = (tmp_path / "steps").read_text().splitlines()
@@ -410,7 +396,7 @@ sys.exit(supervise.supervise_job(sys.argv[1]))
 """
 
 
-def test_ranks_get_the_time_that_the_job_script_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_get_the_time_that_the_job_script_promised(tmp_path, monkeypatch):
     config, run = Config(name="r", launch=LaunchConfig(command=("sh",))), RunDir(tmp_path)
     monkeypatch.setenv(SIGNAL_S, "300")
     assert limits(config, TimeLimit("7", lead_s(config, run))).stop_grace_s == 270
@@ -420,28 +406,26 @@ def test_ranks_get_the_time_that_the_job_script_promised(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
-def test_slurms_signals_at_the_time_limit_do_not_end_a_requeue(tmp_path: Path, name: str) -> None:
+def test_slurms_signals_at_the_time_limit_do_not_end_a_requeue(tmp_path, name):
     (tmp_path / "run.yaml").write_text(f'name: r\nrun_dir: {tmp_path}/run\nlaunch: {{command: ["true"]}}\n')
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS": "1"}
     words = [sys.executable, "-c", LATE_SIGNAL, str(tmp_path / "run.yaml"), name]
     assert subprocess.run(words, env={**os.environ, **job}, timeout=60, check=False).returncode == 70
 
 
-def test_a_command_of_slurm_that_the_job_s_own_end_killed_is_asked_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_of_slurm_that_the_job_s_own_end_killed_is_asked_again(tmp_path, monkeypatch):
     on_path(tmp_path, monkeypatch, scontrol="kill -TERM $$")
     with pytest.raises(client.Unanswered):
         client.requeue("7")
 
 
-def test_a_supervisor_that_slurm_ends_does_not_wait_to_be_killed() -> None:
+def test_a_supervisor_that_slurm_ends_does_not_wait_to_be_killed():
     began = time.monotonic()
     await_end(os.getppid(), [signal.SIGUSR1, signal.SIGTERM])
     assert time.monotonic() - began < LEAVE_S / 2
 
 
-def test_a_supervisor_whose_daemon_has_died_does_not_wait_to_be_ended() -> None:
+def test_a_supervisor_whose_daemon_has_died_does_not_wait_to_be_ended():
     began = time.monotonic()
     await_end(parent=-1)
     assert time.monotonic() - began < LEAVE_S
@@ -456,12 +440,12 @@ def test_a_supervisor_whose_daemon_has_died_does_not_wait_to_be_ended() -> None:
     ],
 )
 def test_a_controller_that_restarts_is_asked_again(
-    run_after: Callable[[Sequence[RunVerdict | None]], RunDir],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    said: str,
-    calls: int,
-) -> None:
+    run_after,
+    tmp_path,
+    monkeypatch,
+    said,
+    calls,
+):
     count = f"echo x >> {tmp_path}/calls; [ $(wc -l < {tmp_path}/calls) -ge 3 ]"
     on_path(tmp_path, monkeypatch, scontrol=f"{count} || {{ echo '{said}'; exit 1; }}")
     monkeypatch.setattr(client, "job_fields", lambda job: {})
@@ -474,16 +458,14 @@ def test_a_controller_that_restarts_is_asked_again(
     assert (tmp_path / "calls").read_text().count("x") == calls
 
 
-def test_a_site_that_forbids_requeue(
-    run_after: Callable[[Sequence[RunVerdict | None]], RunDir], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_site_that_forbids_requeue(run_after, monkeypatch):
     monkeypatch.setattr(client, "job_fields", lambda job: {})
     forbidden = Config(name="r", launch=LaunchConfig(command=("true",), slurm=SlurmConfig(requeue=False)))
     with pytest.raises(UserError, match="requeue is false"):
         requeue.requeue(forbidden, run_after([AGAIN]), JOB)
 
 
-def test_steps_may_lie_around_after_attempts_that_did_not_end_in_order() -> None:
+def test_steps_may_lie_around_after_attempts_that_did_not_end_in_order():
     past = [
         Attempt(1, job="7", verdict=AGAIN),
         Attempt(2, job="7", verdict=STOP),
@@ -497,9 +479,7 @@ def test_steps_may_lie_around_after_attempts_that_did_not_end_in_order() -> None
 BUSY = "case $* in *show*) echo 'JobState=RUNNING Restarts=1';; "
 
 
-def test_a_controller_under_load_is_asked_again(
-    run_after: Callable[[Sequence[RunVerdict | None]], RunDir], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_controller_under_load_is_asked_again(run_after, tmp_path, monkeypatch):
     asked = tmp_path / "asked"
     once = f"*) [ -e {asked} ] && exit; touch {asked}; echo 'Socket timed out on send/recv' >&2; exit 1;; esac"
     on_path(tmp_path, monkeypatch, scontrol=BUSY + once)
@@ -507,12 +487,10 @@ def test_a_controller_under_load_is_asked_again(
     assert requeue.requeue(with_cap(3), run_after([AGAIN]), JOB)
 
 
-def test_what_an_unanswered_question_did_is_not_asked_for_again(
-    run_after: Callable[[Sequence[RunVerdict | None]], RunDir], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_an_unanswered_question_did_is_not_asked_for_again(run_after, monkeypatch):
     asked: list[str] = []
 
-    def silent(job: str) -> None:
+    def silent(job):
         asked.append(job)
         raise client.Unanswered("scontrol did not answer within 60 s", "")
 
@@ -524,11 +502,11 @@ def test_what_an_unanswered_question_did_is_not_asked_for_again(
 
 @pytest.mark.parametrize("refusal", ["Invalid node name specified", "Requested node configuration is not available"])
 def test_a_host_that_cannot_be_left_out_does_not_end_the_run(
-    run_after: Callable[[Sequence[RunVerdict | None]], RunDir],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    refusal: str,
-) -> None:
+    run_after,
+    tmp_path,
+    monkeypatch,
+    refusal,
+):
     run = run_after([AGAIN])
     (run.path / "job.sbatch").touch()
     bad_nodes.of_run(run).add(BadNode("n2.cluster.local", time.time() + 99, 1, "slow"))
@@ -544,7 +522,7 @@ def test_a_host_that_cannot_be_left_out_does_not_end_the_run(
 
 
 @pytest.mark.parametrize("who", [Who.NOBODY, Who.LIMIT, Who.REQUEUE])
-def test_a_person_who_asks_while_the_ranks_save_for_slurm_is_heard(tmp_path: Path, who: Who) -> None:
+def test_a_person_who_asks_while_the_ranks_save_for_slurm_is_heard(tmp_path, who):
     run = RunDir(tmp_path)
     request_stop(run, StopRequest.of_signal(signal.SIGUSR1))
     request_stop(run, StopRequest("ann@login"))
@@ -554,17 +532,13 @@ def test_a_person_who_asks_while_the_ranks_save_for_slurm_is_heard(tmp_path: Pat
 
 
 @pytest.mark.parametrize("said", ["8", "8;cluster", "----\n Welcome to Stampede3\n--> Verifying...OK\n8"])
-def test_a_job_is_known_by_its_number_whatever_the_site_says_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
-) -> None:
+def test_a_job_is_known_by_its_number_whatever_the_site_says_before(tmp_path, monkeypatch, said):
     (tmp_path / "said").write_text(said)
     on_path(tmp_path, monkeypatch, sbatch=f"cat {tmp_path}/said")
     assert client.submit(Path("job.sbatch")) == "8"
 
 
-def test_lines_that_are_no_jobs_and_times_as_a_person_likes_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_that_are_no_jobs_and_times_as_a_person_likes_them(tmp_path, monkeypatch):
     line = "7|7|N/A|RUNNING|1:00|1:00|2:00|n1|2026-01-01T00:00:00|None"
     on_path(tmp_path, monkeypatch, squeue=f"echo 'as of a minute ago'; echo '{line}'",
                scontrol="echo StartTime=$SLURM_TIME_FORMAT WorkDir=$'/home/j\\xf6rg'")  # fmt: skip
@@ -573,7 +547,7 @@ def test_lines_that_are_no_jobs_and_times_as_a_person_likes_them(
     assert client.job_fields("7")["StartTime"] == "standard"
 
 
-def test_the_end_of_a_chain_is_that_of_the_job_that_ran_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_chain_is_that_of_the_job_that_ran_last(tmp_path, monkeypatch):
     run = RunDir(tmp_path)
     run.create()
     for place, job in enumerate(("5", "6", "7")):
@@ -588,7 +562,7 @@ def test_the_end_of_a_chain_is_that_of_the_job_that_ran_last(tmp_path: Path, mon
     assert slurm_commands._wait(run) == ExitCode.FAILURE
 
 
-def test_an_element_that_the_queue_has_forgotten_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_element_that_the_queue_has_forgotten_counts(tmp_path, monkeypatch):
     array = RunDir(tmp_path)
     record(array, Submitted("7", 0.0, "/"))
     for index in ("0", "1"):

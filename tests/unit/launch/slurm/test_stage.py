@@ -26,7 +26,7 @@ def staged(folder: Path, *sources: Path) -> dict[Path, Path]:
     return targets
 
 
-def test_files_and_folders_are_copied(tmp_path: Path) -> None:
+def test_files_and_folders_are_copied(tmp_path):
     data = tmp_path / "my data"
     (data / "deep").mkdir(parents=True)
     (data / "deep" / "a.h5").write_bytes(os.urandom(100_000))
@@ -37,7 +37,7 @@ def test_files_and_folders_are_copied(tmp_path: Path) -> None:
     assert targets[single].read_bytes() == b"x"
 
 
-def test_sources_of_one_name_do_not_meet(tmp_path: Path) -> None:
+def test_sources_of_one_name_do_not_meet(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "train.h5").write_text(name)
@@ -45,7 +45,7 @@ def test_sources_of_one_name_do_not_meet(tmp_path: Path) -> None:
     assert sorted(path.read_text() for path in targets.values()) == ["a", "b"]
 
 
-def test_a_copy_is_used_again_unless_the_source_has_changed(tmp_path: Path) -> None:
+def test_a_copy_is_used_again_unless_the_source_has_changed(tmp_path):
     source = tmp_path / "a.h5"
     source.write_text("old")
     copy = staged(tmp_path / "scratch", source)[source]
@@ -58,7 +58,7 @@ def test_a_copy_is_used_again_unless_the_source_has_changed(tmp_path: Path) -> N
     assert copy.read_text() == "new"
 
 
-def test_a_torn_copy_is_made_again(tmp_path: Path) -> None:
+def test_a_torn_copy_is_made_again(tmp_path):
     source = tmp_path / "a.h5"
     source.write_text("whole")
     copy = staged(tmp_path / "scratch", source)[source]
@@ -67,12 +67,12 @@ def test_a_torn_copy_is_made_again(tmp_path: Path) -> None:
     assert copy.read_text() == "whole"
 
 
-def test_a_missing_source_is_named(tmp_path: Path) -> None:
+def test_a_missing_source_is_named(tmp_path):
     with pytest.raises(UserError, match="stage_in names"):
         staged(tmp_path / "scratch", tmp_path / "nothing.h5")
 
 
-def test_no_room_is_said_before_copying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_is_said_before_copying(tmp_path, monkeypatch):
     source = tmp_path / "a.h5"
     source.write_text("x")
     monkeypatch.setattr(stage_on_node.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 0})())
@@ -81,7 +81,7 @@ def test_no_room_is_said_before_copying(tmp_path: Path, monkeypatch: pytest.Monk
     assert not (tmp_path / "scratch").exists()
 
 
-def test_what_is_staged_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_staged_is_the_users_own(tmp_path, monkeypatch):
     scratch = tmp_path / "scratch"
     scratch.mkdir(mode=0o777)
     staged(scratch)
@@ -94,14 +94,14 @@ def test_what_is_staged_is_the_users_own(tmp_path: Path, monkeypatch: pytest.Mon
         staged(scratch)
 
 
-def test_paths_in_arguments_follow() -> None:
+def test_paths_in_arguments_follow():
     values = {"data": "/a/x.h5", "more": ["/a/x.h5", 3], "deep": {"y": "/a/y.h5"}}
     environ = {STAGED: json.dumps({"/a/x.h5": "/s/x.h5"})}
     assert staged_args(values, environ) == {"data": "/s/x.h5", "more": ["/s/x.h5", 3], "deep": {"y": "/a/y.h5"}}
     assert staged_args(values, {}) == values
 
 
-def test_an_environment_is_packed_once_and_works_elsewhere(tmp_path: Path) -> None:
+def test_an_environment_is_packed_once_and_works_elsewhere(tmp_path):
     prefix = tmp_path / "venv"
     (prefix / "bin").mkdir(parents=True)
     (prefix / "pyvenv.cfg").write_text(f"home = {Path(sys.executable).resolve().parent}\n")
@@ -117,7 +117,7 @@ def test_an_environment_is_packed_once_and_works_elsewhere(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("content", [None, b"this is no archive"])
-def test_an_environment_that_cannot_be_unpacked_is_explained(tmp_path: Path, content: bytes | None) -> None:
+def test_an_environment_that_cannot_be_unpacked_is_explained(tmp_path, content):
     archive = tmp_path / "environment.tar"
     if content is not None:
         archive.write_bytes(content)
@@ -126,7 +126,7 @@ def test_an_environment_that_cannot_be_unpacked_is_explained(tmp_path: Path, con
     assert f"remove {archive}" in caught.value.fix
 
 
-def test_scratch_that_is_no_folder_is_explained(tmp_path: Path) -> None:
+def test_scratch_that_is_no_folder_is_explained(tmp_path):
     (tmp_path / "scratch").write_text("")
     with pytest.raises(UserError, match="Not a directory") as caught:
         staged(tmp_path / "scratch" / "job")
@@ -134,7 +134,7 @@ def test_scratch_that_is_no_folder_is_explained(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["lib/python3.11/site-packages", "conda-meta"])
-def test_an_environment_with_new_packages_is_packed_anew(tmp_path: Path, kind: str) -> None:
+def test_an_environment_with_new_packages_is_packed_anew(tmp_path, kind):
     packages = tmp_path / "environment" / kind
     packages.mkdir(parents=True)
     os.utime(packages, (1, 1))
@@ -160,9 +160,7 @@ NO_ROOM = {"what": "no room on n2", "fix": "make some", "code": "disk_full"}
         ("", "it ended with code 9", Code.EXCEPTION),
     ],
 )
-def test_a_stage_in_that_fails_on_a_node_ends_the_attempt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, what: str, code: Code
-) -> None:
+def test_a_stage_in_that_fails_on_a_node_ends_the_attempt(tmp_path, monkeypatch, said, what, code):
     on_path(tmp_path, monkeypatch, srun=f"echo '{said}' >&2\nexit 9")
     config = Config(name="r", launch=LaunchConfig(command=("true",), stage_in=("data.h5",)))
     with pytest.raises(NoRequeue, match="stage-in: ") as caught:
@@ -170,9 +168,7 @@ def test_a_stage_in_that_fails_on_a_node_ends_the_attempt(
     assert (caught.value.what, caught.value.code) == (f"stage-in: {what}", code)
 
 
-def test_a_node_tells_what_went_wrong_as_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_node_tells_what_went_wrong_as_data(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["stage", str(tmp_path / "scratch"), str(tmp_path / "missing.h5")])
     assert stage_on_node.main() == ExitCode.USER_ERROR
     [report] = preflight.reports(capsys.readouterr().err.splitlines(), stage_on_node.MARK)
@@ -203,9 +199,9 @@ def many_nodes(monkeypatch: pytest.MonkeyPatch, venv: bool = True) -> list[Path]
     ],
 )
 def test_the_environment_is_staged_by_default_on_many_nodes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int, asked: bool | None, venv: bool, wrap: tuple[str, ...],
-    expected: bool,
-) -> None :  # fmt: skip
+    tmp_path, monkeypatch, nodes, asked, venv, wrap,
+    expected,
+)  :  # fmt: skip
     made = many_nodes(monkeypatch, venv)
     launch = LaunchConfig(stage_environment=asked, slurm=SlurmConfig(scratch=str(tmp_path), wrap=wrap))
     config = Config(name="r", task="a:b", train=TrainConfig(steps=1, global_batch=2), launch=launch)
@@ -214,10 +210,8 @@ def test_the_environment_is_staged_by_default_on_many_nodes(
     assert interpreter.startswith(str(tmp_path / "hpctrain-7" / "environment")) is expected
 
 
-def test_an_environment_that_nobody_asked_to_stage_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def full(prefix: Path, archive: Path) -> None:
+def test_an_environment_that_nobody_asked_to_stage_ends_nothing(tmp_path, monkeypatch, capsys):
+    def full(prefix, archive):
         raise UserError("no space left", "free space")
 
     many_nodes(monkeypatch)

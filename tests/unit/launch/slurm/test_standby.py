@@ -43,7 +43,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     return run
 
 
-def test_a_supervisor_is_lost_if_neither_it_nor_its_node_is_heard(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_supervisor_is_lost_if_neither_it_nor_its_node_is_heard(run, monkeypatch):
     assert standby.lost_host(run) == "n1"
     monkeypatch.setattr(client, "unreached", lambda hosts: set())
     assert standby.lost_host(run) is None, "it is suspended, or slow"
@@ -58,12 +58,12 @@ def test_a_supervisor_is_lost_if_neither_it_nor_its_node_is_heard(run: RunDir, m
     ("requeue", "restarts", "cancelled"), [(None, "1", []), (False, "0", ["7"])], ids=["requeued", "next of a chain"]
 )
 def test_the_job_is_requeued_or_ends(
-    run: RunDir,
-    monkeypatch: pytest.MonkeyPatch,
-    requeue: bool | None,
-    restarts: str,
-    cancelled: list[str],
-) -> None:
+    run,
+    monkeypatch,
+    requeue,
+    restarts,
+    cancelled,
+):
     done: list[str] = []
     fields = {"JobState": "RUNNING", "Restarts": "0"}
     slurm = {"requeue": requeue} if requeue is not None else {}
@@ -92,9 +92,7 @@ def test_the_job_is_requeued_or_ends(
         ({"nodes": 2, "spare_nodes": 1}, True, True),
     ],
 )
-def test_a_job_that_slurm_keeps_is_watched_from_its_last_node(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: dict[str, int], has_srun: bool, watched: bool
-) -> None:
+def test_a_job_that_slurm_keeps_is_watched_from_its_last_node(tmp_path, monkeypatch, launch, has_srun, watched):
     begun: list[list[str]] = []
     ended: list[bool] = []
 
@@ -116,13 +114,11 @@ def test_a_job_that_slurm_keeps_is_watched_from_its_last_node(
         assert ended == [True] and len(begun) == 1, "no other node is left"
 
 
-def test_a_file_server_that_fails_over_at_that_moment_is_waited_for(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_server_that_fails_over_at_that_moment_is_waited_for(run, monkeypatch):
     """The node that was lost, or its switch, may have served files too; nobody else requeues the job."""
     server, done = FileServer(errno.ESTALE, "run.json", "open").install(monkeypatch), []
 
-    def no_space(*about: object) -> None:
+    def no_space(*about):
         raise RunFailed("no space left on device", "free some")
 
     monkeypatch.setattr(Attempts, "end", no_space)

@@ -98,20 +98,20 @@ TRAIN = event("train", 30, 100.0, loss=0.5, samples_per_s=640.0, steps=10, secon
 STARTED = event("run_started", 0, 0.0, total_steps=100)
 
 
-def test_progress_from_events() -> None:
+def test_progress_from_events():
     made = of(found(STARTED, TRAIN, attempts=[{"attempt": 1}], checkpoint_step=24), now=107.0).plain()["progress"]
     assert [made[key] for key in ("attempt", "step", "steps", "checkpoint", "silent_s")] == [1, 30, 100, 24, 7.0]
     assert made["left_s"] == pytest.approx(35.0), "70 steps at 2 steps a second"
     assert made["ended"] is None
 
 
-def test_an_empty_folder_is_no_error() -> None:
+def test_an_empty_folder_is_no_error():
     made = of(found(), Word.NOT_STARTED)
     assert [made.plain()["progress"][key] for key in ("attempt", "step", "left_s")] == [None] * 3
     assert status.lines([made]) == ["run", "  not started", "  no attempt yet · no step yet"]
 
 
-def test_the_end_is_in_the_verdicts_words() -> None:
+def test_the_end_is_in_the_verdicts_words():
     verdict = {"action": "requeue", "exit_code": 70, "reason": "rank 3 on n2 was killed"}
     made = of(found(TRAIN, attempts=[{"attempt": 2, "ended": 5.0, "verdict": verdict}]), Word.FAILED, "7", "FAILED")
     assert made.plain()["progress"]["ended"] == "rank 3 on n2 was killed"
@@ -119,7 +119,7 @@ def test_the_end_is_in_the_verdicts_words() -> None:
     assert "last attempt: rank 3 on n2 was killed" in text and "to go" not in text
 
 
-def test_a_rate_is_told_as_watch_tells_it_and_a_program_without_steps_has_none() -> None:
+def test_a_rate_is_told_as_watch_tells_it_and_a_program_without_steps_has_none():
     fast = of(found(event("train", 30, 100.0, loss=0.5, samples_per_s=15727.4, steps=10, seconds={})), Word.RUNNING)
     assert "15,727 samples/s" in "\n".join(status.lines([fast]))
     measured = {"loss": 0.5, "learning_rate": 1.5e-4, "accuracy": 0.25}
@@ -131,19 +131,19 @@ def test_a_rate_is_told_as_watch_tells_it_and_a_program_without_steps_has_none()
     assert "no step yet" not in "\n".join(status.lines([program]))
 
 
-def test_that_nothing_is_saved_is_shown() -> None:
+def test_that_nothing_is_saved_is_shown():
     made = of(found(event("checkpoint_failed", 9, failures=4, error="disk full")), Word.RUNNING, "7", "RUNNING")
     text = "\n".join(status.lines([made]))
     assert "NOT SAVED: 4 checkpoints in a row failed, the last at step 9; there is none: disk full" in text
 
 
-def test_that_the_store_is_away_is_shown() -> None:
+def test_that_the_store_is_away_is_shown():
     made = of(found(event("store_away", 9, path="s3://b/x", error="SlowDown")), Word.RUNNING, "7", "RUNNING")
     text = "\n".join(status.lines([made]))
     assert "NOT STORED: checkpoints do not reach s3://b/x; none has been sent: SlowDown" in text
 
 
-def test_a_forgotten_job_is_unknown(tmp_path: Path, slurm: Path) -> None:
+def test_a_forgotten_job_is_unknown(tmp_path, slurm):
     [made] = status.of_runs([submitted(tmp_path / "r", "999")])
     assert (made.state.word, made.job.id, made.job.state) == (Word.UNKNOWN, "999", "UNKNOWN")
     assert "forgotten" in made.state.why
@@ -160,15 +160,13 @@ def test_a_forgotten_job_is_unknown(tmp_path: Path, slurm: Path) -> None:
         ("2_3", "cancelled", "job 2_3 is CANCELLED (taken out of the queue), before it wrote anything"),
     ],
 )
-def test_what_slurm_says_of_runs_that_have_said_nothing(
-    tmp_path: Path, slurm: Path, job: str, state: str, why: str
-) -> None:
+def test_what_slurm_says_of_runs_that_have_said_nothing(tmp_path, slurm, job, state, why):
     [made] = status.of_runs([submitted(tmp_path / "r", job)])
     assert (made.state.word, made.state.why) == (state, why if state != "running" else made.state.why)
 
 
 @pytest.mark.parametrize("job", ["12", "10", "2_3", "999"])
-def test_how_a_run_has_ended_is_not_what_became_of_its_job(tmp_path: Path, slurm: Path, cli, job: str) -> None:
+def test_how_a_run_has_ended_is_not_what_became_of_its_job(tmp_path, slurm, cli, job):
     run = submitted(tmp_path / "r", job)
     conclude(run, Action.DONE, "done after step 9")
     said = cli("status", run.path).out
@@ -176,16 +174,14 @@ def test_how_a_run_has_ended_is_not_what_became_of_its_job(tmp_path: Path, slurm
     assert not any(word in said for word in ("TIMEOUT", "CANCELLED", "UNKNOWN"))
 
 
-def test_an_element_of_an_array_that_ran_is_not_called_cancelled(tmp_path: Path, slurm: Path) -> None:
+def test_an_element_of_an_array_that_ran_is_not_called_cancelled(tmp_path, slurm):
     run = submitted(tmp_path / "3", "2_3")
     Attempts(run).begin()
     [made] = status.of_runs([run])
     assert made.job.state == "UNKNOWN", "elements that ended long ago are forgotten, too"
 
 
-def test_a_silent_controller_delays_what_the_folder_knows_by_seconds(
-    tmp_path: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch, cli
-) -> None:
+def test_a_silent_controller_delays_what_the_folder_knows_by_seconds(tmp_path, slurm, monkeypatch, cli):
     run = submitted(tmp_path / "r", "12")
     Attempts(run).begin()
     monkeypatch.setenv("SECONDS_TO_ANSWER", "60")
@@ -197,7 +193,7 @@ def test_a_silent_controller_delays_what_the_folder_knows_by_seconds(
     assert "job 12 UNKNOWN" in said and "attempt 1" in said
 
 
-def test_all_runs_are_listed(tmp_path: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch, cli) -> None:
+def test_all_runs_are_listed(tmp_path, slurm, monkeypatch, cli):
     monkeypatch.chdir(tmp_path)
     conclude(submitted(tmp_path / "runs" / "one", "12"), Action.DONE, "done after step 9")
     for index in (0, 3):
@@ -213,7 +209,7 @@ def test_all_runs_are_listed(tmp_path: Path, slurm: Path, monkeypatch: pytest.Mo
     assert [each["state"] for each in json.loads(cli("status", "--json").out)][-1] == "pending"
 
 
-def test_own_scripts_are_squeues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_scripts_are_squeues(tmp_path, monkeypatch):
     on_path(tmp_path, monkeypatch, squeue="printf '2_1|RUNNING|/w/a|b/job.sbatch\\n6|PENDING|(null)\\n'")
     assert client.own_scripts() == {"2_1": ("RUNNING", "/w/a|b/job.sbatch"), "6": ("PENDING", "(null)")}
 
@@ -233,9 +229,7 @@ def explained(cli: Callable[..., Any], *words: object) -> str:
         ("999", "unknown", "Job 999: Slurm has forgotten it"),
     ],
 )
-def test_runs_that_left_nothing_are_explained_by_their_jobs(
-    tmp_path: Path, slurm: Path, cli, job: str, cause: str, said: str
-) -> None:
+def test_runs_that_left_nothing_are_explained_by_their_jobs(tmp_path, slurm, cli, job, cause, said):
     run = submitted(tmp_path / "r", job)
     assert said in explained(cli, run.path)
     assert json.loads(explained(cli, "--json", run.path))["cause"] == cause
@@ -243,13 +237,13 @@ def test_runs_that_left_nothing_are_explained_by_their_jobs(
 
 @pytest.mark.parametrize(("job", "said"), [("12", "Job 12 is TIMEOUT"), ("3", "The run hangs")])
 def test_a_run_that_a_user_s_own_job_started_is_explained_by_that_job_once_it_has_ended(
-    tmp_path: Path,
-    slurm: Path,
+    tmp_path,
+    slurm,
     cli,
-    monkeypatch: pytest.MonkeyPatch,
-    job: str,
-    said: str,
-) -> None:
+    monkeypatch,
+    job,
+    said,
+):
     """A script that calls mpirun; job 3 still runs."""
     monkeypatch.setenv("SLURM_JOB_ID", job)
     run = RunDir(tmp_path / "r")
@@ -261,7 +255,7 @@ def test_a_run_that_a_user_s_own_job_started_is_explained_by_that_job_once_it_ha
     assert said in explained(cli, run.path)
 
 
-def test_an_array_is_explained_in_as_few_sentences_as_it_has_ends(tmp_path: Path, slurm: Path, cli) -> None:
+def test_an_array_is_explained_in_as_few_sentences_as_it_has_ends(tmp_path, slurm, cli):
     for index in range(6):
         submitted(tmp_path / "many" / str(index), f"2_{index}")
     said = explained(cli, tmp_path / "many")
@@ -273,7 +267,7 @@ def test_an_array_is_explained_in_as_few_sentences_as_it_has_ends(tmp_path: Path
     assert explained(cli, tmp_path / "many").startswith("0, 1, 2, 3, 4, 5: The run completed.")
 
 
-def test_a_refused_job_is_explained(tmp_path: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch, cli) -> None:
+def test_a_refused_job_is_explained(tmp_path, slurm, monkeypatch, cli):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r.yaml").write_text("name: r\nlaunch: {command: [sh]}\n")
     error = "sbatch: error: Batch job submission failed: Invalid partition name specified"
@@ -288,7 +282,7 @@ def test_a_refused_job_is_explained(tmp_path: Path, slurm: Path, monkeypatch: py
     assert "Job 9 waits" in explained(cli, "r.yaml")
 
 
-def test_a_failed_run_that_is_to_go_on_says_so(tmp_path: Path, slurm: Path, cli) -> None:
+def test_a_failed_run_that_is_to_go_on_says_so(tmp_path, slurm, cli):
     run = submitted(tmp_path / "r", "11")
     conclude(run, Action.REQUEUE, "rank 3 on n2 was killed")
     said = explained(cli, run.path)
@@ -305,13 +299,13 @@ def test_a_failed_run_that_is_to_go_on_says_so(tmp_path: Path, slurm: Path, cli)
     ],
 )
 def test_a_job_that_waits_in_vain_or_not_at_all_is_not_submitted(
-    tmp_path: Path,
-    slurm: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path,
+    slurm,
+    monkeypatch,
     cli,
-    job: str,
-    what: str,
-) -> None:
+    job,
+    what,
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r.yaml").write_text("name: r\nlaunch: {command: [sh]}\n")
     write_programs(slurm, sbatch=f"echo yes > {slurm}/submitted\necho 77")
@@ -323,7 +317,7 @@ def test_a_job_that_waits_in_vain_or_not_at_all_is_not_submitted(
         submission.check_after([good])
 
 
-def test_a_finished_run_is_not_resumed(tmp_path: Path, slurm: Path, cli) -> None:
+def test_a_finished_run_is_not_resumed(tmp_path, slurm, cli):
     run = submitted(tmp_path / "r", "12")
     conclude(run, Action.DONE, "done after step 9")
     write_programs(slurm, sbatch="echo 77")
@@ -333,7 +327,7 @@ def test_a_finished_run_is_not_resumed(tmp_path: Path, slurm: Path, cli) -> None
     assert status.jobs_of(run) == ["12", "77"]
 
 
-def test_without_slurm_the_folder_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli) -> None:
+def test_without_slurm_the_folder_speaks(tmp_path, monkeypatch, cli):
     run = RunDir(tmp_path)
     Attempts(run).begin()
     jobs.record(run, jobs.Submitted("12", 0.0, "/"))
@@ -342,21 +336,19 @@ def test_without_slurm_the_folder_speaks(tmp_path: Path, monkeypatch: pytest.Mon
     assert "job 12 UNKNOWN" in said and "squeue is not on PATH" in said and "attempt 1" in said
 
 
-def test_a_folder_of_somebody_else_is_not_asked_to_stop(tmp_path: Path) -> None:
+def test_a_folder_of_somebody_else_is_not_asked_to_stop(tmp_path):
     with pytest.raises(UserError, match="STOP cannot be made"):
         slurm_commands.request_stop(RunDir(tmp_path / "missing"))
 
 
-def test_slurm_is_asked_once_for_all_elements_of_an_array(tmp_path: Path, slurm: Path) -> None:
+def test_slurm_is_asked_once_for_all_elements_of_an_array(tmp_path, slurm):
     found = status.of_runs([submitted(tmp_path / str(index), f"2_{index}") for index in (0, 1, 3)])
     assert [each.state.word for each in found] == ["running", "pending", "cancelled"]
     assert (slurm / "asked").read_text().splitlines() == ["2"], "one word for thousands of elements"
 
 
 @pytest.mark.parametrize("command", ["cancel", "stop"])
-def test_slurm_is_asked_once_about_an_array_that_is_to_end(
-    tmp_path: Path, slurm: Path, command: str, monkeypatch: pytest.MonkeyPatch, cli
-) -> None:
+def test_slurm_is_asked_once_about_an_array_that_is_to_end(tmp_path, slurm, command, monkeypatch, cli):
     ended: list[list[str]] = []
     for index in (0, 1, 3):
         submitted(tmp_path / "array" / str(index), f"2_{index}")
@@ -368,35 +360,33 @@ def test_slurm_is_asked_once_about_an_array_that_is_to_end(
     assert ended == [["2_0", "2_1"]] and "2_1" in said
 
 
-def test_the_living_job_is_shown_before_the_newest(tmp_path: Path, slurm: Path) -> None:
+def test_the_living_job_is_shown_before_the_newest(tmp_path, slurm):
     run = submitted(tmp_path, "9")
     jobs.record(run, jobs.Submitted("10", 0.0, "/"))
     found = status.ask([run]).job_of(run)
     assert found is not None and found.id == "9"
 
 
-def test_lines_of_squeue() -> None:
+def test_lines_of_squeue():
     entry = client.parse_queue("15|12|3|PENDING|0:00|1:00|1:00||N/A|Resources|or not\n")
     assert (entry.id, entry.state, entry.reason) == ("12_3", "PENDING", "Resources|or not")
     assert client.parse_queue("15|15|N/A|RUNNING|0:10|0:50|1:00|n[1-2]|x|None").id == "15"
 
 
-def test_fields_of_scontrol() -> None:
+def test_fields_of_scontrol():
     line = "JobId=7 JobState=RUNNING Restarts=1 NodeList=n[1-2] Comment=what if JobState=CANCELLED Restarts=9"
     fields = client.parse_fields(line)
     assert (fields["JobState"], fields["Restarts"], fields["NodeList"]) == ("RUNNING", "1", "n[1-2]")
 
 
-def test_mpi_types_of_old_and_new_slurm() -> None:
+def test_mpi_types_of_old_and_new_slurm():
     new = "MPI plugin types are...\n\tnone\n\tpmix\nspecific pmix plugin versions available: pmix_v4,pmix_v5\n"
     old = "srun: MPI types are...\nsrun: none\nsrun: pmi2\nsrun: pmix_v3\n"
     assert client.parse_mpi_types(new) == ["none", "pmix", "pmix_v4", "pmix_v5"]
     assert client.parse_mpi_types(old) == ["none", "pmi2", "pmix_v3"]
 
 
-def test_a_run_file_that_asks_for_another_job_than_the_run_had_is_told(
-    tmp_path: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch, cli
-) -> None:
+def test_a_run_file_that_asks_for_another_job_than_the_run_had_is_told(tmp_path, slurm, monkeypatch, cli):
     monkeypatch.chdir(tmp_path)
     Path("r.yaml").write_text("name: r\nlaunch: {command: [sh]}\n")
     for target, told in (("r.yaml", True), ("runs/r", False)):
@@ -408,7 +398,7 @@ def test_a_run_file_that_asks_for_another_job_than_the_run_had_is_told(
     cli("resume", "--dry-run", "r.yaml")  # the new run file takes its place
 
 
-def test_an_array_is_not_resumed_as_a_run(tmp_path: Path, cli) -> None:
+def test_an_array_is_not_resumed_as_a_run(tmp_path, cli):
     for folder in (tmp_path, tmp_path / "0"):
         folder.mkdir(exist_ok=True)
         (folder / "run.yaml").write_text(f"name: a\nlaunch: {{command: [sh]}}\nrun_dir: {folder}\n")
@@ -419,7 +409,7 @@ def test_an_array_is_not_resumed_as_a_run(tmp_path: Path, cli) -> None:
     cli("resume", "--dry-run", tmp_path / "0")
 
 
-def test_following_goes_on_while_a_run_without_a_job_lives(tmp_path: Path) -> None:
+def test_following_goes_on_while_a_run_without_a_job_lives(tmp_path):
     run = RunDir(tmp_path)
     lock = LiveLock(run, myself())
     lock.acquire()
@@ -428,8 +418,8 @@ def test_following_goes_on_while_a_run_without_a_job_lives(tmp_path: Path) -> No
     assert slurm_commands.is_over(run)
 
 
-def test_a_controller_that_is_silent_ends_no_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def silent(ids: list[str], timeout_s: float) -> list[QueueEntry]:
+def test_a_controller_that_is_silent_ends_no_waiting(tmp_path, monkeypatch):
+    def silent(ids, timeout_s):
         raise RunFailed("squeue refused: Unable to contact slurm controller", "try again")
 
     run = RunDir(tmp_path)
@@ -440,13 +430,13 @@ def test_a_controller_that_is_silent_ends_no_waiting(tmp_path: Path, monkeypatch
     assert not schedulers.goes_on(run) and slurm_commands.is_over(run)
 
 
-def test_how_ranks_share_out_a_model_is_told_in_a_line() -> None:
+def test_how_ranks_share_out_a_model_is_told_in_a_line():
     run = found(attempts=[{"attempt": 1, "started": 1.0, "ranks": 8, "tensor": 2}])
     assert of(run).plain()["progress"]["plan"] == "tensor 2 x data 4"
     assert any(line.startswith("  attempt 1 · tensor 2 x data 4 · ") for line in status.lines([of(run)]))
 
 
-def test_recoveries_are_told_with_where_the_time_went() -> None:
+def test_recoveries_are_told_with_where_the_time_went():
     lost = [event("recovered", 5, time, seconds=2.0, reason=f"rank {time:.0f} was killed") for time in (1, 2, 3, 4)]
     train = event("train", 10, 20.0, steps=10, seconds={"forward": 10.0})
     made = of(found(event("run_started", 0), *lost, train))
@@ -456,7 +446,7 @@ def test_recoveries_are_told_with_where_the_time_went() -> None:
     ]
 
 
-def test_a_daemon_that_takes_no_connection_does_not_answer(slurm: Path) -> None:
+def test_a_daemon_that_takes_no_connection_does_not_answer(slurm):
     with socket.create_server(("127.0.0.1", 0)) as there:
         port = there.getsockname()[1]
         node = f"echo NodeName=n1 NodeAddr=$ADDRESS; echo NodeName=n2 NodeAddr=127.0.0.1 Port={port}"
@@ -476,7 +466,7 @@ def test_a_daemon_that_takes_no_connection_does_not_answer(slurm: Path) -> None:
 FAILED_EARLY = "14|14|N/A|FAILED|0:01|0:59|1:00|n1|2026-11-22T04:02:29|NonZeroExitCode\n"
 
 
-def test_what_a_job_said_before_the_run_began_is_explained(tmp_path: Path, slurm: Path, cli) -> None:
+def test_what_a_job_said_before_the_run_began_is_explained(tmp_path, slurm, cli):
     (slurm / "queue").write_text(FAILED_EARLY)
     run = submitted(tmp_path / "r", "14")
     log = "module: command not found\nhpctrain: line 12 of the job script failed: module load x\n  fix: see above\n"
@@ -487,7 +477,7 @@ def test_what_a_job_said_before_the_run_began_is_explained(tmp_path: Path, slurm
     assert f"hpctrain logs {run.path} --rank job" in said
 
 
-def test_the_comment_of_a_job_whose_log_is_empty_is_explained(tmp_path: Path, slurm: Path, cli) -> None:
+def test_the_comment_of_a_job_whose_log_is_empty_is_explained(tmp_path, slurm, cli):
     client.origin.cache_clear()
     (slurm / "queue").write_text(FAILED_EARLY)
     write_programs(slurm, scontrol="echo '   AdminComment=x'\necho '   Comment=hpctrain: the disk is full'")
@@ -507,23 +497,21 @@ def test_the_comment_of_a_job_whose_log_is_empty_is_explained(tmp_path: Path, sl
         ("CANCELLED", "DependencyNeverSatisfied", "The run's job was cancelled", "hpctrain resume submits it again"),
     ],
 )
-def test_advice_on_reasons_to_wait_is_for_jobs_that_wait(
-    tmp_path: Path, slurm: Path, cli, state: str, reason: str, title: str, advice: str
-) -> None:
+def test_advice_on_reasons_to_wait_is_for_jobs_that_wait(tmp_path, slurm, cli, state, reason, title, advice):
     (slurm / "queue").write_text(f"14|14|N/A|{state}|0:01|0:59|1:00|n1|2026-11-22T04:02:29|{reason}\n")
     said = explained(cli, submitted(tmp_path / "r", "14").path)
     assert said.startswith(title) and advice in said.lower()
     assert "launch.slurm.begin" not in said
 
 
-def test_greetings_of_a_site_are_not_taken_for_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greetings_of_a_site_are_not_taken_for_jobs(tmp_path, monkeypatch):
     line = "7|7|CANCELLED by 1000|0:15|1-00:00:00|UNLIMITED|n[001-010,12]|Unknown"
     on_path(tmp_path, monkeypatch, sacct=f"echo; echo Welcome to the cluster; echo '{line}'")
     [found] = client.accounted(["7"])
     assert (found.id, found.state, found.elapsed, found.nodes) == ("7", "CANCELLED", "1-00:00:00", "n[001-010,12]")
 
 
-def test_a_user_without_a_name_may_stop_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_name_may_stop_a_run(tmp_path, monkeypatch):
     """As in a container that is started for any user number."""
     monkeypatch.setattr(pwd, "getpwuid", lambda number: {}[number])
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):

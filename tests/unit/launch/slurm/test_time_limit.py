@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from signal import SIGTERM, SIGUSR1
 
 import pytest
@@ -45,13 +44,11 @@ def _silent(monkeypatch: pytest.MonkeyPatch) -> None:
         (60, 29, [SIGUSR1], SIGUSR1),
     ],
 )
-def test_ranks_stop_when_the_rest_of_the_limit_is_needed(
-    whole_s: float, left_s: float, received: list[int], due: int
-) -> None:
+def test_ranks_stop_when_the_rest_of_the_limit_is_needed(whole_s, left_s, received, due):
     assert limit(whole_s, left_s).due(received) == due
 
 
-def test_without_an_answer_the_signal_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_answer_the_signal_counts(monkeypatch):
     monkeypatch.setattr(client, "job_fields", lambda job: {})
     unknown = TimeLimit("7", 120.0)
     assert unknown.due([]) == 0 and unknown.due([SIGUSR1]) == SIGUSR1
@@ -59,8 +56,8 @@ def test_without_an_answer_the_signal_counts(monkeypatch: pytest.MonkeyPatch) ->
     unknown.require_room()
 
 
-def test_slurm_is_asked_again_as_the_limit_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    def shown(seconds: float) -> str:
+def test_slurm_is_asked_again_as_the_limit_may_change(monkeypatch):
+    def shown(seconds):
         return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(time.time() + seconds))
 
     answers = [{"StartTime": shown(-600), "EndTime": shown(3000)}, {"StartTime": shown(-600), "EndTime": shown(100)}]
@@ -71,7 +68,7 @@ def test_slurm_is_asked_again_as_the_limit_may_change(monkeypatch: pytest.Monkey
     assert found.due([]) == SIGUSR1
 
 
-def test_a_signal_is_a_reason_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_is_a_reason_to_ask(monkeypatch):
     found, lowered = limit(1200, 1190), limit(120, 110)
     times = {"StartTime": lowered.begin, "EndTime": lowered.end}
     fields = {name: time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(when)) for name, when in times.items()}
@@ -80,18 +77,18 @@ def test_a_signal_is_a_reason_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.due([SIGUSR1]) == 0 and found.due([SIGUSR1]) == 0 and asked == ["7"]
 
 
-def test_a_limit_without_room_for_a_step_is_refused_before_any_rank_starts() -> None:
+def test_a_limit_without_room_for_a_step_is_refused_before_any_rank_starts():
     limit(120, 119, took_s=50).require_room()
     with pytest.raises(NoRequeue, match="is 2 min 00 s, of which the start takes 1 min 01 s and stopping 1 min 00 s"):
         limit(120, 119, took_s=61).require_room()
 
 
-def test_nothing_starts_again_just_before_the_limit() -> None:
+def test_nothing_starts_again_just_before_the_limit():
     assert limit(3600, 200, took_s=60).has_room()
     assert not limit(3600, 170, took_s=60).has_room()
 
 
-def test_the_start_takes_what_the_quickest_attempt_took(tmp_path: Path) -> None:
+def test_the_start_takes_what_the_quickest_attempt_took(tmp_path):
     run = RunDir(tmp_path)
     run.create()
     assert start_s(run) == 0.0
@@ -102,7 +99,7 @@ def test_the_start_takes_what_the_quickest_attempt_took(tmp_path: Path) -> None:
     assert start_s(run) == pytest.approx(20.0, abs=0.01)
 
 
-def test_a_limit_that_was_lifted_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_that_was_lifted_stops_nobody(monkeypatch):
     monkeypatch.setattr(client, "job_fields", lambda job: {"StartTime": "2026-01-01T00:00:00", "EndTime": "Unknown"})
     lifted = limit(3600, 100)
     lifted.next_look = 0.0

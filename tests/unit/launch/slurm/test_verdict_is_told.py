@@ -53,7 +53,7 @@ def supervise(tmp_path: Path, folder: Path, output: str, launch: str = "") -> in
         ).returncode
 
 
-def test_a_run_folder_that_cannot_be_written_is_told_in_the_jobs_comment(tmp_path: Path, slurm: Path) -> None:
+def test_a_run_folder_that_cannot_be_written_is_told_in_the_jobs_comment(tmp_path, slurm):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "attempts").write_text("in the way")
@@ -61,7 +61,7 @@ def test_a_run_folder_that_cannot_be_written_is_told_in_the_jobs_comment(tmp_pat
     assert f"JobId=7 Comment=hpctrain: cannot write {folder}/attempts" in (slurm / "comments").read_text()
 
 
-def test_a_verdict_that_nobody_can_read_in_the_log_is_told_in_the_jobs_comment(tmp_path: Path, slurm: Path) -> None:
+def test_a_verdict_that_nobody_can_read_in_the_log_is_told_in_the_jobs_comment(tmp_path, slurm):
     code = supervise(tmp_path, tmp_path / "run", "/dev/full", ", slurm: {comment: project 12}")
     assert code == ExitCode.DO_NOT_REQUEUE
     comment = (slurm / "comments").read_text()
@@ -69,7 +69,7 @@ def test_a_verdict_that_nobody_can_read_in_the_log_is_told_in_the_jobs_comment(t
     assert len(comment.splitlines()) == 1
 
 
-def test_a_verdict_that_is_in_the_log_and_the_run_folder_leaves_the_comment_alone(tmp_path: Path, slurm: Path) -> None:
+def test_a_verdict_that_is_in_the_log_and_the_run_folder_leaves_the_comment_alone(tmp_path, slurm):
     log = tmp_path / "log"
     assert supervise(tmp_path, tmp_path / "run", str(log)) == ExitCode.DO_NOT_REQUEUE
     assert "ended before they could say why" in log.read_text()
