@@ -33,7 +33,7 @@ from hpctrain.run.tail import Tail
 from hpctrain.run.verdict import RunVerdict, Stop, failed_with, replaced
 from hpctrain.system import processes
 from hpctrain.system.output import SHOWN_S, say
-from hpctrain.system.retry import read_patiently
+from hpctrain.system.retry import files_patiently, read_patiently
 from hpctrain.system.signals import StopSignals, signal_name
 
 WORDS_EVERY_S = 1.0
@@ -168,10 +168,10 @@ class WatchedAttempt:
                 self.failure = failed_with(code_of(error), what, "see ulimit -a, and whether its file systems answer")
         self.take_stop_file(time.monotonic())  # ranks that saw it may have ended before the next look
         try:
-            written = collect(self.run_dir, self.number)
+            written = read_patiently(lambda: collect(self.run_dir, self.number))
         except RunFailed as error:
-            say(f"how the ranks ended is not known: {error.what}")
-            written = []
+            say(f"how the ranks ended is known from the last look only: {error.what}")
+            written = self.words.look()
         unborn = self.stop is not None and all(word.is_starting for word in written)
         written = [] if unborn else written
         well = unborn or all_ended_well(written, self.launch.ranks)
@@ -283,8 +283,8 @@ class WatchedAttempt:
             self.launcher.show_messages()
             spent = time.monotonic() - now  # thousands of small files on a shared file system are slow to read
             self.next_look = now + max(WORDS_EVERY_S, spent / LOOKING)
-        if now >= self.stop_deadline:  # the last look may be minutes ago
-            self.look_at_save(now)
+        if now >= self.stop_deadline and self.ended_at == math.inf:
+            self.look_at_save(now)  # the last look may be minutes ago
         if now >= self.stop_deadline and self.ended_at == math.inf:
             grace = f"{self.limits.stop_grace_s:.0f} s"
             what = f"the ranks did not stop within {grace} of the request or of saving more, or before the time limit"
@@ -304,7 +304,7 @@ class WatchedAttempt:
         if self.stop is None and (number := self.limits.due(received)):
             request = StopRequest.of_signal(number)
             with contextlib.suppress(RunFailed):
-                request_stop(self.run_dir, request)
+                files_patiently(lambda: request_stop(self.run_dir, request))
             self.begin_stop(now, request)
         if signal.SIGINT in received[1:] and self.failure is None:
             what = "ended at once by a second Ctrl-C"

@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import functools
 import json
+import os
 import platform
 import socket
 import subprocess
@@ -354,8 +355,8 @@ def git_commit() -> str | None:
 def _git(*words: str) -> str:
     try:
         # The lock that status takes would make a commit of the user fail at that moment.
-        command = ["git", "--no-optional-locks", *words]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10, check=False)
+        env = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+        done = subprocess.run(["git", *words], capture_output=True, env=env, text=True, errors="replace", timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

@@ -19,7 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from hpctrain.errors import Code, StoreDown
+from hpctrain.errors import Code, StoreDown, is_away
 from hpctrain.run.folder import RunDir
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
 from hpctrain.run.verdict import RunVerdict
@@ -185,20 +185,30 @@ def pieces(run_dir: RunDir, attempt: int) -> Path:
 
 
 def collect(run_dir: RunDir, attempt: int) -> list[LastWord]:
-    """Reads the words that ranks have written so far, sorted by rank.
+    """Reads the words that ranks have written so far, sorted by rank; leaves out those that cannot be read.
 
     Raises:
-        StoreDown: they cannot be read at the moment.
+        StoreDown: none can be read at the moment.
     """
+    found: list[LastWord] = []
 
-    def read() -> list[LastWord]:
-        found = []
+    def read() -> None:
+        found.clear()
+        away: Exception | None = None
         for path in sorted(pieces(run_dir, attempt).glob("*.json")):
-            with contextlib.suppress(ValueError, FileNotFoundError, PermissionError, safe_read.NotPlain):
+            try:
                 found.append(word_of(safe_read.read_json(path, MOST_WORD_BYTES)))
-        return _by_rank(found)
+            except (OSError, ValueError) as error:
+                away = error if is_away(error) else away
+        if away is not None:
+            raise away
 
-    return files_patiently(read)
+    try:
+        files_patiently(read)
+    except StoreDown:
+        if not found:
+            raise
+    return _by_rank(found)
 
 
 @dataclasses.dataclass(frozen=True)

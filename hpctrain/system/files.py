@@ -23,8 +23,6 @@ from hpctrain.errors import RunFailed, file_errors
 FILE_MODE, FOLDER_MODE = 0o664, 0o775
 """Modes before the umask; nothing is made writable by everyone."""
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
-NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
-"""Errors of a file system without hard links."""
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -190,17 +188,15 @@ def create_exclusively(path: Path, content: bytes, root: Path | None = None) -> 
     with writing(path), opened(path.parent, root) as folder:
         try:
             _write_new(temporary, content, FILE_MODE, folder)
-            os.link(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
-        except FileExistsError:
-            return False
-        except OSError as error:
-            if error.errno not in NO_LINKS:
-                raise
-            return _create_without_links(path.name, content, folder)
+            try:
+                os.link(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+            except OSError:  # it exists, there are no links, or NFS repeated a call that had succeeded
+                if os.stat(temporary, dir_fd=folder).st_nlink < 2:
+                    return _create_without_links(path.name, content, folder)
+            return True
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(temporary, dir_fd=folder)
-    return True
 
 
 def _write_new(name: str, content: bytes, mode: int, folder: int) -> None:

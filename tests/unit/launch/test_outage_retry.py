@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain import errors
 from hpctrain.errors import RunFailed
-from hpctrain.launch.attempt import Launch, Limits
+from hpctrain.launch.attempt import Launch, Limits, WatchedAttempt
 from hpctrain.launch.supervisor import supervise
 from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.folder import RunDir
@@ -102,6 +102,20 @@ def test_a_file_server_that_stays_away_is_no_reason_to_forget_a_run(tmp_path, mo
 
     verdict = supervise(run, begun, Limits(), Attempt())
     assert verdict.action is Action.REQUEUE and sum(pause for pause in asked if pause >= 0.5) < 60
+
+
+def test_words_that_were_seen_count_if_the_file_server_then_stays_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[float]
+) -> None:
+    run = RunDir(tmp_path / "run")
+
+    def watch(attempt: WatchedAttempt, environment: object) -> None:
+        ended(run, attempt.number)
+        attempt.words.look()
+        FileServer(errno.EKEYEXPIRED, "ranks/1", "scandir", 1000).install(monkeypatch)
+
+    monkeypatch.setattr(WatchedAttempt, "watch", watch)
+    assert supervise(run, lambda number: Launch(["true"], {}, 2), Limits(), Attempt()).action is Action.DONE
 
 
 @pytest.mark.parametrize("errors", [1, 1000])

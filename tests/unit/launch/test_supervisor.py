@@ -29,9 +29,10 @@ from hpctrain.run.events import CUT_OFF, AboutRank, Hang, Resumed, SnapshotSaved
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import Ending, LastWord, WordFile, first_word
 from hpctrain.run.live_lock import LiveLock, myself
-from hpctrain.run.stop_request import StopRequest
+from hpctrain.run.stop_request import StopRequest, requested_stop
 from hpctrain.run.verdict import Action, RunVerdict, failed_with
 from hpctrain.system.signals import StopSignals
+from tests.support.faults import FileServer
 
 SUPERVISOR = """
 import json, sys
@@ -310,6 +311,20 @@ def test_a_checkpoint_that_grows_counts_although_the_next_look_is_minutes_away(t
     assert attempt.failure is None and attempt.stop_deadline == 121
     attempt.tick(122)
     assert attempt.failure is not None and attempt.failure.code is Code.STOP, "it has not grown"
+    (partial / "shard-00000-of-00001.h5").write_bytes(bytes(200))
+    attempt.tick(123)
+    assert attempt.stop_deadline == 121, "it has been ended: the folder is not listed twenty times a second"
+
+
+def test_a_stop_signal_is_not_lost_with_one_answer_of_the_file_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = watching(RunDir(tmp_path))
+    attempt.signals.received = [signal.SIGUSR1]
+    server = FileServer(errno.ESTALE, ".STOP", "open").install(monkeypatch)
+    attempt.take_signals(0.0)
+    asked = requested_stop(attempt.run_dir)
+    assert server.failed == 1 and asked is not None and asked.signal is signal.SIGUSR1
 
 
 def test_of_the_monitors_events_only_those_of_this_attempt_are_read(tmp_path):

@@ -13,12 +13,13 @@ import pytest
 
 from hpctrain.errors import Code, ExitCode, Replaced, UserError
 from hpctrain.run import attempts, last_words
-from hpctrain.run.attempts import Attempt, Attempts
+from hpctrain.run.attempts import Attempt, Attempts, git_commit
 from hpctrain.run.event_log import EventWriter, read_events
 from hpctrain.run.events import Event, Resumed, RunStarted, Straggler, Train
 from hpctrain.run.folder import RunDir
 from hpctrain.run.stop_request import BY_PERSON, StopRequest, request_stop, requested_stop
 from hpctrain.run.verdict import Action, RunVerdict
+from tests.support.programs import on_path
 
 
 @pytest.fixture
@@ -53,6 +54,13 @@ def test_an_attempt_says_from_its_beginning_what_it_is(run_dir):
     assert (entry["attempt"], entry["ranks"], entry["job"], entry["from_step"]) == (1, 2, "7_1", None)
     assert entry["host"] == socket.gethostname() and "hpctrain" in entry["versions"] and "git_commit" in entry
     assert not {"to_step", "ended", "verdict", "nodes"} & entry.keys()
+
+
+def test_the_commit_is_known_from_any_git_without_taking_its_lock(tmp_path, monkeypatch):
+    """git before 2.15 has no option for that."""
+    git = 'case $1 in rev-parse) echo abc;; status) [ "$GIT_OPTIONAL_LOCKS" = 0 ] || echo locked;; *) exit 129;; esac'
+    on_path(tmp_path, monkeypatch, git=git)
+    assert git_commit() == "abc"
 
 
 def test_versions_of_packages_are_read_once(monkeypatch):

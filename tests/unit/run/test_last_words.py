@@ -15,6 +15,7 @@ from hpctrain.run import last_words
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import (
     FILE_BYTES,
+    MOST_WORD_BYTES,
     Ending,
     ErrorWord,
     LastWord,
@@ -23,6 +24,7 @@ from hpctrain.run.last_words import (
     first_word,
     merge,
     padded,
+    pieces,
     word_of,
 )
 from hpctrain.run.verdict import Action, RunVerdict
@@ -49,6 +51,18 @@ def test_a_last_word_is_not_lost_with_one_answer_of_the_file_server(tmp_path, mo
     file.end(last)
     FileServer(errno.EIO, ".json", "open").install(monkeypatch)
     assert collect(run_dir, 1) == [last]
+
+
+def test_words_that_stay_unreadable_hide_no_others(tmp_path, monkeypatch):
+    """Files of one server of a parallel file system; and a file that is none of ours."""
+    run_dir = opened(tmp_path)
+    monkeypatch.setattr("hpctrain.system.retry.FILE_PAUSES_S", (0.0,))
+    words = [dataclasses.replace(first_word(rank), pid=1000 + rank) for rank in range(3)]
+    for word in words:
+        WordFile.of(run_dir, 1, word).begin(word)
+    (pieces(run_dir, 1) / "x-1.json").write_bytes(b" " * (MOST_WORD_BYTES + 1))
+    server = FileServer(errno.EIO, "-1001.json", "open", 1000).install(monkeypatch)
+    assert collect(run_dir, 1) == [words[0], words[2]] and server.failed == 2
 
 
 def test_the_last_word_overwrites_the_first_in_place(tmp_path):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -159,11 +160,24 @@ def test_a_file_that_nothing_can_be_written_to_is_not_left_empty(run, monkeypatc
 def test_of_several_one_creates_a_file_and_others_see_it_whole(run, monkeypatch, links):
     seen: list[bool] = []
     if not links:
-        monkeypatch.setattr(os, "link", refusing(errno.EPERM))
+        monkeypatch.setattr(os, "link", refusing(errno.EXDEV))
     monkeypatch.setattr(os, "fsync", lambda handle: seen.append((run / "STOP").exists()))
     assert files.create_exclusively(run / "STOP", b"first", run) and seen[-1] is not links
     assert not files.create_exclusively(run / "STOP", b"second", run)
     assert [path.name for path in run.iterdir()] == ["STOP"] and (run / "STOP").read_bytes() == b"first"
+
+
+@pytest.mark.parametrize("code", [errno.EEXIST, errno.EIO])
+def test_a_link_that_nfs_makes_twice_is_ones_own(run: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """The first reply is lost: the second says that the name exists, or the server does not answer any more."""
+
+    def linked(*paths: str, once: Callable[..., None] = os.link, **folders: Any) -> None:
+        once(*paths, **folders)
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", linked)
+    assert files.create_exclusively(run / "1.json", b"mine", run)
+    assert [path.name for path in run.iterdir()] == ["1.json"] and (run / "1.json").read_bytes() == b"mine"
 
 
 # Replacing

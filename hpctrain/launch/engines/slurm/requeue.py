@@ -17,7 +17,7 @@ from hpctrain.launch.outage_retry import patiently
 from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.system.output import say
-from hpctrain.system.retry import files_patiently
+from hpctrain.system.retry import files_patiently, read_patiently
 
 BY_HAND = "hpctrain resume continues from the last checkpoint; hpctrain submit --chain N submits N jobs beforehand"
 
@@ -44,7 +44,7 @@ def requeue(config: Config, run: RunDir, job: Job) -> bool:
         raise Cancelled("the job has been cancelled", "hpctrain resume continues from the last checkpoint")
     if slurm.requeue is False:
         raise UserError("launch.slurm.requeue is false", "submit the run again, or use hpctrain submit --chain")
-    attempts, jobs = Attempts(run).all(), submissions(run, "slurm")
+    attempts, jobs = read_patiently(lambda: (Attempts(run).all(), submissions(run, "slurm")))
     if requeues(attempts, jobs, job.id) >= slurm.max_requeues:
         raise NoRequeue(f"launch.slurm.max_requeues {slurm.max_requeues} is used up", "hpctrain resume starts it again")
     option = leave_out.option(config, run)
@@ -117,7 +117,7 @@ def end_chain(run: RunDir, job: Job) -> None:
         jobs = [each.job for each in submissions(run, "slurm")]
         later = jobs[jobs.index(job.id) + 1 :] if job.id in jobs else []
         later, others = apart(run, later) if later else ([], [])
-    except HpctrainError as error:
+    except (HpctrainError, OSError) as error:
         say(str(error))
         return
     for sentence in others:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import signal
 import subprocess
@@ -45,6 +46,7 @@ from hpctrain.run.live_lock import LiveLock, myself
 from hpctrain.run.run_status import QueueEntry
 from hpctrain.run.stop_request import StopRequest, request_stop, requested_stop
 from hpctrain.run.verdict import Action, RunVerdict
+from tests.support.faults import FileServer
 from tests.support.programs import on_path
 
 JOB = Job("7", nodes=2, ranks=4, restarts=1, nodelist="n[1-2]")
@@ -498,6 +500,16 @@ def test_what_an_unanswered_question_did_is_not_asked_for_again(run_after, monke
     monkeypatch.setattr(client, "requeue", silent)
     monkeypatch.setattr(outage_retry, "PAUSES_S", (0.0,))
     assert requeue.requeue(with_cap(3), run_after([AGAIN]), JOB) and len(asked) == 1
+
+
+def test_a_run_folder_that_may_not_be_read_any_more_is_said(
+    run_after: Callable[[Sequence[RunVerdict]], RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_after([AGAIN])
+    monkeypatch.setattr(client, "job_fields", lambda job: {})
+    FileServer(errno.EKEYEXPIRED, "run.json", "open", 1000).install(monkeypatch)
+    with pytest.raises(RunFailed, match=r"run\.json cannot be used"):
+        requeue.requeue(with_cap(3), run, JOB)
 
 
 @pytest.mark.parametrize("refusal", ["Invalid node name specified", "Requested node configuration is not available"])
