@@ -56,10 +56,10 @@ permission."""
 
 TOKENS: dict[str, int] = {
     "errors": 1048,
-    "system": 14000,
+    "system": 13983,
     "config": 11595,
     "comm": 6112,
-    "run": 26465,
+    "run": 26512,
     "data": 37640,
     "reduce": 11960,
     "train": 14847,
@@ -70,7 +70,7 @@ TOKENS: dict[str, int] = {
     "track": 6454,
     "rank": 15614,
     "programs": 4854,
-    "launch": 50381,
+    "launch": 50419,
     "report": 11416,
     "callbacks": 932,
     "watch": 4688,
