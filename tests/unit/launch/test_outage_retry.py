@@ -104,9 +104,7 @@ def test_a_file_server_that_stays_away_is_no_reason_to_forget_a_run(tmp_path, mo
     assert verdict.action is Action.REQUEUE and sum(pause for pause in asked if pause >= 0.5) < 60
 
 
-def test_words_that_were_seen_count_if_the_file_server_then_stays_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[float]
-) -> None:
+def test_words_that_were_seen_count_if_the_file_server_then_stays_away(tmp_path, monkeypatch, asked):
     run = RunDir(tmp_path / "run")
 
     def watch(attempt: WatchedAttempt, environment: object) -> None:
