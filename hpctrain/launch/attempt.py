@@ -33,7 +33,7 @@ from hpctrain.run.tail import Tail
 from hpctrain.run.verdict import RunVerdict, Stop, failed_with, replaced
 from hpctrain.system import processes
 from hpctrain.system.output import SHOWN_S, say
-from hpctrain.system.retry import files_patiently, read_patiently
+from hpctrain.system.retry import read_patiently
 from hpctrain.system.signals import StopSignals, signal_name
 
 WORDS_EVERY_S = 1.0
@@ -131,6 +131,8 @@ class WatchedAttempt:
     gone: frozenset[int | None] = frozenset()
     """Ranks found dead at the last look before the supervisor ended the attempt."""
     stop: Stop | None = None
+    unwritten: StopRequest | None = None
+    """A request of which the ranks do not know, since its file could not be written yet."""
     stop_deadline: float = math.inf
     saved_bytes: int = 0
     """Size of the unfinished checkpoint when last checked after a stop request."""
@@ -302,10 +304,12 @@ class WatchedAttempt:
         """
         received = self.signals.received
         if self.stop is None and (number := self.limits.due(received)):
-            request = StopRequest.of_signal(number)
+            self.unwritten = StopRequest.of_signal(number)
+            self.begin_stop(now, self.unwritten)
+        if self.unwritten is not None:
             with contextlib.suppress(RunFailed):
-                files_patiently(lambda: request_stop(self.run_dir, request))
-            self.begin_stop(now, request)
+                request_stop(self.run_dir, self.unwritten)
+                self.unwritten = None
         if signal.SIGINT in received[1:] and self.failure is None:
             what = "ended at once by a second Ctrl-C"
             self.end(now, failed_with(Code.STOP, what, "the same command resumes it"))

@@ -247,9 +247,10 @@ def watch(
                 Attempts(run_dir).check_fence(attempt)
         if time.monotonic() >= next_look:
             next_look = time.monotonic() + POLL_S
-            if has_failed(child.pid, log):
-                processes.end_process(child, KILL_GRACE_S)
-                return asked or bool(signals.received), 1
+            with contextlib.suppress(OSError):
+                if has_failed(child.pid, log):
+                    processes.end_process(child, KILL_GRACE_S)
+                    return asked or bool(signals.received), 1
             if not asked and (asked := is_asked_to_stop(run_dir)):
                 number_of_stop = signal.Signals[os.environ.get(STOP_SIGNAL, "SIGTERM")]
                 if number_of_stop not in signals.received:  # if it is, the program has received it too

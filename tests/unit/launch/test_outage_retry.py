@@ -107,7 +107,7 @@ def test_a_file_server_that_stays_away_is_no_reason_to_forget_a_run(tmp_path, mo
 def test_words_that_were_seen_count_if_the_file_server_then_stays_away(tmp_path, monkeypatch, asked):
     run = RunDir(tmp_path / "run")
 
-    def watch(attempt: WatchedAttempt, environment: object) -> None:
+    def watch(attempt, environment):
         ended(run, attempt.number)
         attempt.words.look()
         FileServer(errno.EKEYEXPIRED, "ranks/1", "scandir", 1000).install(monkeypatch)

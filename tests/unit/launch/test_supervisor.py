@@ -316,15 +316,18 @@ def test_a_checkpoint_that_grows_counts_although_the_next_look_is_minutes_away(t
     assert attempt.stop_deadline == 121, "it has been ended: the folder is not listed twenty times a second"
 
 
-def test_a_stop_signal_is_not_lost_with_one_answer_of_the_file_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_signal_reaches_the_ranks_once_the_file_server_is_back(tmp_path, monkeypatch):
     attempt = watching(RunDir(tmp_path))
     attempt.signals.received = [signal.SIGUSR1]
-    server = FileServer(errno.ESTALE, ".STOP", "open").install(monkeypatch)
-    attempt.take_signals(0.0)
+    server = FileServer(errno.ESTALE, ".STOP", "open", 2).install(monkeypatch)
+    for now in range(3):
+        assert requested_stop(attempt.run_dir) is None
+        attempt.take_signals(now)
     asked = requested_stop(attempt.run_dir)
-    assert server.failed == 1 and asked is not None and asked.signal is signal.SIGUSR1
+    assert server.failed == 2 and asked is not None and asked.signal is signal.SIGUSR1
+    attempt.run_dir.stop_file.unlink()
+    attempt.take_signals(3)
+    assert not attempt.run_dir.stop_file.exists(), "it is written once"
 
 
 def test_of_the_monitors_events_only_those_of_this_attempt_are_read(tmp_path):

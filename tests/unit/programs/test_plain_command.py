@@ -265,6 +265,10 @@ def test_a_file_server_that_fails_ends_no_program(tmp_path, monkeypatch):
     server = FileServer(errno.EIO, "STOP", "stat", 1000).install(monkeypatch)
     child = subprocess.Popen(["sleep", "0.3"])
     assert watch(child, run, 1, 1, StopSignals(), tmp_path / "log") == (False, 0) and server.failed
+    (tmp_path / "log").write_text("Traceback (most recent call last):\nValueError: seen to\n")
+    server = FileServer(errno.EIO, "log", "stat", 1000).install(monkeypatch)
+    child = subprocess.Popen(["sleep", "0.3"])
+    assert watch(child, run, 1, 1, StopSignals(), tmp_path / "log") == (False, 0) and server.failed
 
 
 def test_ranks_meet_although_the_file_server_fails(tmp_path, monkeypatch):

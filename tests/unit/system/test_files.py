@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -168,10 +167,10 @@ def test_of_several_one_creates_a_file_and_others_see_it_whole(run, monkeypatch,
 
 
 @pytest.mark.parametrize("code", [errno.EEXIST, errno.EIO])
-def test_a_link_that_nfs_makes_twice_is_ones_own(run: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_a_link_that_nfs_makes_twice_is_ones_own(run, monkeypatch, code):
     """The first reply is lost: the second says that the name exists, or the server does not answer any more."""
 
-    def linked(*paths: str, once: Callable[..., None] = os.link, **folders: Any) -> None:
+    def linked(*paths, once=os.link, **folders):
         once(*paths, **folders)
         raise OSError(code, os.strerror(code))
 

@@ -502,9 +502,7 @@ def test_what_an_unanswered_question_did_is_not_asked_for_again(run_after, monke
     assert requeue.requeue(with_cap(3), run_after([AGAIN]), JOB) and len(asked) == 1
 
 
-def test_a_run_folder_that_may_not_be_read_any_more_is_said(
-    run_after: Callable[[Sequence[RunVerdict]], RunDir], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_folder_that_may_not_be_read_any_more_is_said(run_after, monkeypatch):
     run = run_after([AGAIN])
     monkeypatch.setattr(client, "job_fields", lambda job: {})
     FileServer(errno.EKEYEXPIRED, "run.json", "open", 1000).install(monkeypatch)
