@@ -63,8 +63,9 @@ def test_a_table_is_packed_learnt_and_predicted(tmp_path: Path) -> None:
 
 
 if foreign.ALL:  # it needs env/foreign.txt
+    MIXTURE = re.search(r"^hpctrain (run mixture.yaml .*)$", PAGE, re.M)[1].split()
 
-    @pytest.mark.timeout(900)
+    @pytest.mark.timeout(1200)
     def test_a_llama_is_trained_in_full_and_by_an_adapter_and_exported(tmp_path: Path) -> None:
         """``compare.py`` fails unless logits are equal."""
         here = carry_out("llama", tmp_path)
@@ -73,6 +74,11 @@ if foreign.ALL:  # it needs env/foreign.txt
             assert last < first, "after it was resumed on one rank"
         whole, adapter = (here / name for name in ("base/model.safetensors", "tuned/adapter_model.safetensors"))
         assert adapter.stat().st_size < whole.stat().st_size / 3, "it has no frozen weight"
+        resumed = evaluations(here / "runs/mixture")
+        hpctrain(*MIXTURE, "--name", "whole", cwd=here, timeout=200, warm="torch")
+        assert len(resumed) == 3 and resumed[1:] == pytest.approx(evaluations(here / "runs/whole"), abs=1e-3), (
+            "the same samples"
+        )
 
 
 def test_a_search_prunes_trials_and_ends_like_the_best(tmp_path: Path) -> None:
