@@ -182,10 +182,11 @@ class Weighted(nn.Module):
 
 
 def counting() -> TorchTask:
-    """``methods`` with blocks that count, and a loss that holds tensors."""
+    """``methods`` with blocks that count, a state_dict that must be read to be known, and a loss that holds tensors."""
     task = methods()
     model: Any = task.model
     model.blocks = nn.ModuleList([Counting() for _ in range(4)]).double()
+    model.register_state_dict_post_hook(lambda *_: None)
     return dataclasses.replace(task, loss=Weighted(), optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2))
 
 

@@ -167,6 +167,9 @@ class Partition:
         """Ends a forward pass."""
         self.tp_group.forget_inputs()
 
+    def free(self) -> None:
+        """Frees what passes have gathered."""
+
     def try_loss(self, loss: Tensor) -> None:
         """Raises UserError if a dry call's loss needs more of the model than this rank has. Collective."""
 

@@ -70,8 +70,7 @@ class FullyShardedReducer(Reducer):
         self.updates += 1
         if self.updates > COMPARED_UPDATES:
             self.partition.order.close()
-        for module in self.partition.modules:
-            module.reshard()  # a pass without a backward pass has gathered weights that may have changed since
+        self.partition.free()  # a pass without a backward pass has gathered weights that may have changed since
         for one in self.every:
             one.module.grad = one.own.grad = None
 

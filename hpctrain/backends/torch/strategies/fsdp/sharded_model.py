@@ -134,6 +134,11 @@ class FullySharded(Partition):
         """See Partition."""
         return f"{CUT}. {SHARDED}" if self.slices else SHARDED
 
+    def free(self) -> None:
+        """See Partition."""
+        for module in self.modules:
+            module.reshard()
+
     def try_loss(self, loss: Tensor) -> None:
         """See Partition."""
         try_sharded(loss)

@@ -48,6 +48,8 @@ class MicroBatch:
     samples: int = 0
     is_own: bool = True
     """False for another rank's batch; see Passes.add."""
+    is_lent: bool = False
+    """Whether a rank computes with another's batch in this pass."""
     coming: Coming | None = None
     """Activations, or later gradients, that are being received."""
     received: Received | None = None
@@ -167,9 +169,9 @@ class Pipelined:
     def run(self, passes: Passes, micro_batches: Sequence[HostBatch], clock: StepClock) -> None:
         """See PassRunner. All stages get the same micro-batches and loss; waiting for other stages is exchange time."""
         stage = self.stage
-        batches, _ = even_passes(micro_batches, self.parts.partition.sync_group)
+        batches, everyones = even_passes(micro_batches, self.parts.partition.sync_group)
         under_way = {
-            (number, chunk): MicroBatch(stage, chunk, samples_of(host), is_own)
+            (number, chunk): MicroBatch(stage, chunk, samples_of(host), is_own, number >= everyones)
             for number, (host, is_own) in enumerate(batches)
             for chunk in range(stage.chunks)
         }
@@ -195,10 +197,18 @@ class Pipelined:
         stage.settle()
         passes.take(stage.share_loss(passes.as_array()))
 
-    def _undone(self, under_way: MicroBatch) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _undone(self, under_way: MicroBatch) -> Iterator[None]:
         """A context for a pass, after which nothing is left of one over another rank's samples. Passes of this rank's
-        own may follow it, and others may be under way, which need what they have saved of buffers."""
-        return contextlib.nullcontext() if under_way.is_own else self.parts.unchanged()
+        own may follow it, and others may be under way, which need what they have saved of buffers.
+
+        Undoing may read the model's state_dict, which frees gathered layers, so all ranks free theirs.
+        """
+        free = self.parts.partition.free if under_way.is_lent else lambda: None
+        free()
+        with contextlib.nullcontext() if under_way.is_own else self.parts.unchanged():
+            yield
+        free()
 
     def _forward(self, batch: dict[str, Tensor], under_way: MicroBatch) -> None:
         task = self.parts.task
