@@ -93,7 +93,11 @@ def supervise(
                 idle = idle + 1 if step == saved else 0  # counts lost nodes too, which ``decide`` does not
                 if again is None or idle >= limits.max_failures or not starts_again(verdict, asked):
                     return verdict
-                found = again(verdict)
+                try:
+                    found = again(verdict)
+                except (HpctrainError, OSError) as error:
+                    say(f"not started again here: {error}")
+                    found = None
             if found is None:
                 return verdict
             facts, before = found, verdict

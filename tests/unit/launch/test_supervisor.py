@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.errors import Code, ExitCode, NoRequeue
+from hpctrain.errors import Code, ExitCode, NoRequeue, RunFailed
 from hpctrain.launch import attempt as attempts
 from hpctrain.launch.attempt import Launch, Limits, WatchedAttempt
 from hpctrain.launch.supervisor import report, supervise
@@ -443,6 +443,16 @@ def test_what_cannot_begin_again_ends_with_the_verdict_on_the_attempt_before(tmp
 def test_a_stop_request_while_a_rank_fails_is_the_end(tmp_path):
     verdict = attempts_in_place(tmp_path, ONCE + "touch run/STOP; exit 3", Limits(max_failures=3))
     assert len(Attempts(RunDir(tmp_path / "run")).all()) == 1 and verdict.action in (Action.STOP, Action.REQUEUE)
+
+
+@pytest.mark.parametrize("error", [RunFailed("Slurm does not answer", "see"), OSError(errno.EKEYEXPIRED, "expired")])
+def test_a_node_that_cannot_be_replaced_at_the_moment_is_left_to_a_requeue(tmp_path, monkeypatch, error):
+    def again(verdict):
+        raise error
+
+    lost = failed_with(Code.NODE, "n2 was lost", "", host="n2")
+    monkeypatch.setattr(WatchedAttempt, "run", lambda self: (lost, []))
+    assert supervise(RunDir(tmp_path), lambda _: Launch([], {}, 1), Limits(), Attempt(), again=again) == lost
 
 
 def test_a_lost_node_that_is_lost_again_and_again_is_given_up(tmp_path, monkeypatch):
