@@ -70,7 +70,7 @@ TOKENS: dict[str, int] = {
     "track": 6454,
     "rank": 15614,
     "programs": 4862,
-    "launch": 50438,
+    "launch": 50456,
     "report": 11416,
     "callbacks": 932,
     "watch": 4688,
