@@ -158,6 +158,8 @@ def methods(dtype: str = "float64", blocks: int = 4) -> TorchTask:
 class Counting(Block):
     """A block that counts the samples that it has seen in training."""
 
+    seen: Tensor
+
     def __init__(self) -> None:
         super().__init__(0.0)
         self.register_buffer("seen", torch.zeros(()))
