@@ -190,6 +190,5 @@ def within(outer: AbstractContextManager[object], inner: AbstractContextManager[
 
 
 def _fill(buffers: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    with torch.no_grad():
-        for buffer, value in zip(buffers, values, strict=True):
-            buffer.copy_(value)
+    for buffer, value in zip(buffers, values, strict=True):
+        buffer.data.copy_(value)  # which autograd does not notice: other passes may have saved it
