@@ -169,16 +169,17 @@ class CheckpointFolder:
         replaced = self.path / f"{REPLACED}{target.name}-{secrets.token_hex(4)}"
         if target.exists():
             os.rename(target, replaced)
-            sync(self.path)
         try:
+            sync(self.path)
             os.rename(partial, target)
-        except OSError:  # a newer attempt has removed the partial checkpoint; one in its place is that attempt's
+        except OSError:  # if a newer attempt removed the partial checkpoint, one in its place is that attempt's
             if replaced.exists() and not target.exists():
                 os.rename(replaced, target)
             raise
         sync(self.path)
-        if replaced.exists():
-            self._delete(replaced)
+        with suppress(OSError):  # the checkpoint is there; what it replaced is removed at the next start
+            if replaced.exists():
+                self._delete(replaced)
 
     def _shards(self, partial: Path, ranks: int) -> tuple[list[bytes], int]:
         """Indexes of a partial checkpoint's shards, for its last file, and their bytes. Raises DamagedCheckpoint."""

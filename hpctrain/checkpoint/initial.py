@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -24,6 +25,7 @@ from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.weight_files import MODEL, joined, opened_files
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError, file_errors
+from hpctrain.system.retry import files_patiently
 from hpctrain.train.framework import StateSource
 from hpctrain.train.saved_arrays import DerivedArrays, Place, SavedArrays, lies_in, require_inside
 from hpctrain.train.state import StateTensor
@@ -157,7 +159,7 @@ def with_weights(path: str, use: Callable[[Weights, str], T], group: Group) -> T
         found.append(use(joined([Weights(loaded.arrays, loaded.dtypes)], MODEL), os.path.abspath(loaded.path)))
         return {}
 
-    store, step = locate(path)
+    store, step = files_patiently(partial(locate, path))
     single = Group("alone")  # one process, so that rank-local state is averaged
     CheckpointStore(store.path, group=group, peers=single).load_into(take, step)
     return found[-1]

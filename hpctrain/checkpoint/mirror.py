@@ -52,7 +52,6 @@ class Mirror(CheckpointStore):
         shutil.rmtree(self.folder(step))
 
     def _fetch(self, step: int, names: list[str]) -> None:
-        self.folder(step).mkdir(exist_ok=True)
         for name in names:
             self.objects.fetch(name, self.folder(step) / name.partition("/")[2])
 

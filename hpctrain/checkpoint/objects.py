@@ -42,10 +42,12 @@ class ObjectFolder:
             return bytes(opened(self.url).get(name).bytes())
 
     def fetch(self, name: str, path: Path) -> None:
-        """Write an object to a file, which is replaced."""
-        with asking(f"{self.url}/{name}"), path.open("wb") as file:
-            for piece in opened(self.url).get(name).stream(min_chunk_size=PART_BYTES):
-                file.write(piece)
+        """Write an object to a file, which is replaced, in a folder that may be missing."""
+        with asking(f"{self.url}/{name}"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                for piece in opened(self.url).get(name).stream(min_chunk_size=PART_BYTES):
+                    file.write(piece)
 
     def send(self, path: Path, name: str) -> None:
         """Upload a file as an object, atomically."""

@@ -38,6 +38,7 @@ from hpctrain.errors import HpctrainError, Replaced
 from hpctrain.run.events import CheckpointStored, Event, StoreAway
 from hpctrain.run.folder import BEGUN_AGAIN, CLAIMED, PARTIAL, name_of_step, step_named
 from hpctrain.system.files import write_atomically
+from hpctrain.system.retry import files_patiently
 
 T = TypeVar("T")
 
@@ -156,7 +157,7 @@ class Remote(CheckpointPlace):
     def found(self, has_other: bool) -> list[Path]:
         """Local folders, newest first, to which ``fetch`` can fetch the checkpoints in the store."""
         files, problem = {}, None
-        if self.group.rank == 0 and not self._is_begun_again():
+        if self.group.rank == 0 and not files_patiently(self._is_begun_again):
             try:
                 there = self._spawn(look, self.objects).result()
                 files = {step: there.files(step) for step in sorted(there.folders, reverse=True)}
@@ -182,7 +183,6 @@ class Remote(CheckpointPlace):
         names = self.files[step_of(folder)]
 
         def fetch_one(index: int) -> None:
-            folder.mkdir(parents=True, exist_ok=True)
             self.objects.fetch(names[index], folder / names[index].partition("/")[2])
 
         read_among(self.group, len(names), fetch_one, f"fetch {folder.name} from the store")
@@ -195,8 +195,8 @@ class Remote(CheckpointPlace):
         if self.group.rank == 0:
             shutil.rmtree(self.home, ignore_errors=True)
             if fresh:
-                make_durable_folder(self.home.parent)
-                write_atomically(self._mark, b"")
+                files_patiently(partial(make_durable_folder, self.home.parent))
+                files_patiently(partial(write_atomically, self._mark, b""))
         self.older = loaded.step if loaded else -1
         self.newest = self.stored = max((step for step in self.files if step <= self.older), default=-1)
         self._begin(Sending(self.older))

@@ -18,6 +18,7 @@ import stat
 import weakref
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,11 +28,12 @@ from hpctrain.checkpoint.format.durable_files import write_at
 from hpctrain.checkpoint.format.paced_write import BLOCK_BYTES, Dropped
 from hpctrain.checkpoint.format.shard import ShardImage, Skeleton
 from hpctrain.checkpoint.store import CheckpointStore
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, StoreDown
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir, step_named
 from hpctrain.system import cgroups
 from hpctrain.system.files import make_private
+from hpctrain.system.retry import files_patiently
 
 PREFIX = "hpctrain-snapshots-"
 """Prefix of a run's folder."""
@@ -94,15 +96,24 @@ class MemoryStore(SnapshotStore):
 
     def close(self) -> None:
         super().close()
-        for file in self.path.glob(f"{STAGING}{self.group.rank}-*"):
-            file.unlink(missing_ok=True)
+        with suppress(OSError):  # removed with the folder
+            for file in self.path.glob(f"{STAGING}{self.group.rank}-*"):
+                file.unlink(missing_ok=True)
 
 
 def shards_here(home: Path, trained: int) -> dict[str, list[int]]:
     """The snapshots on this node of attempt ``trained`` and later ones, if ``home`` is private to the user.
 
     Returns, by folder relative to ``home``, the total number of shards followed by the indices of those on this node.
+    Nothing if ``home`` cannot be read: a node's broken disk must not end the run, which has other checkpoints.
     """
+    with suppress(OSError, StoreDown):
+        return files_patiently(partial(list_shards, home, trained))
+    return {}
+
+
+def list_shards(home: Path, trained: int) -> dict[str, list[int]]:
+    """See ``shards_here``. Raises OSError."""
     found: dict[str, list[int]] = {}
     for head in home.glob(f"{ATTEMPT}*/step-*/{HEAD_FILE}") if is_own(home) else ():
         folder = head.parent
@@ -121,10 +132,10 @@ def number_of(attempt: Path) -> int:
 
 
 def is_own(home: Path) -> bool:
-    """Whether a folder is private to this user, since /dev/shm is writable by everyone."""
+    """Whether a folder is private to this user, since /dev/shm is writable by everyone. Raises OSError."""
     try:
         found = home.lstat()
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
 
@@ -152,11 +163,11 @@ def adopt(home: Path, own: Path, resumed: Path | None, run_dir: Path, node: int)
         own.mkdir(0o700, exist_ok=True)
         if resumed and home in resumed.parents and resumed.parent != own:
             os.rename(resumed, own / resumed.name)
+        for attempt in home.glob(f"{ATTEMPT}*"):
+            if attempt != own:
+                shutil.rmtree(attempt, ignore_errors=True)
     except OSError as error:
         return f"{home}: {error.strerror or error}"
-    for attempt in home.glob(f"{ATTEMPT}*"):
-        if attempt != own:
-            shutil.rmtree(attempt, ignore_errors=True)
     return None
 
 
@@ -167,10 +178,11 @@ def owner(run_dir: Path, node: int) -> str:
 
 def sweep(home: Path, used: Collection[Path], now: float) -> None:
     """Remove a run's folder unless it is in use, and folders next to it that dead runs of this user left."""
-    for other in home.parent.glob(f"{PREFIX}*"):
-        with suppress(OSError):
-            if is_own(other) and other not in used and (other == home or is_dead(other, now)):
-                shutil.rmtree(other, ignore_errors=True)
+    with suppress(OSError):
+        for other in home.parent.glob(f"{PREFIX}*"):
+            with suppress(OSError):
+                if is_own(other) and other not in used and (other == home or is_dead(other, now)):
+                    shutil.rmtree(other, ignore_errors=True)
 
 
 def is_dead(home: Path, now: float) -> bool:

@@ -27,6 +27,7 @@ from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.system import cgroups, shared_memory
 from hpctrain.system.files import make_private, write_atomically
+from hpctrain.system.retry import files_patiently
 
 T = TypeVar("T")
 
@@ -133,7 +134,7 @@ def on_all(firsts: Group, what: str, work: Callable[[], T]) -> list[T]:
     """Do something on every node and return the results; raise DamagedCheckpoint on all if it fails on one."""
     done, failed = None, None
     try:
-        done = work()
+        done = files_patiently(work)
     except (HpctrainError, OSError, ValueError) as error:
         failed = said(error)
     gathered = firsts.allgather([done, failed], what, MOVE_TIMEOUT_S)

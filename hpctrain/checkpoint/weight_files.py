@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hpctrain.checkpoint.format.strict_json import JsonReader, parse_json
 from hpctrain.checkpoint.lora import Weights
 from hpctrain.checkpoint.read_retry import patiently
 from hpctrain.errors import UserError
+from hpctrain.system.retry import files_patiently
 from hpctrain.train.saved_arrays import DerivedArrays, HeldArrays, Place
 
 MODEL = "model/"
@@ -40,7 +42,7 @@ def joined(parts: Iterable[Weights], prefix: str = "") -> Weights:
 
 def opened_files(path: str) -> Weights | None:
     """Open the weights of a Hugging Face model folder or a file; None for other folders."""
-    files = files_of(Path(path)) if os.path.isdir(path) else [Path(path)]
+    files = files_patiently(partial(files_of, Path(path)))
     return joined(map(weights_of_file, files)) if files else None
 
 
@@ -66,7 +68,12 @@ def weights_of_file(path: Path) -> Weights:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The weight files in a Hugging Face model folder; empty for other folders. Raises DamagedCheckpoint."""
+    """The weight files in a Hugging Face model folder; empty for other folders, and itself if it is none.
+
+    Raises DamagedCheckpoint, OSError.
+    """
+    if not folder.is_dir():
+        return [folder]
     if (folder / INDEX).is_file():
         with reading(folder / INDEX) as descriptor, open(descriptor, "rb", closefd=False) as file:
             index = JsonReader(parse_json(file.read(), str(folder / INDEX)), str(folder / INDEX))

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from hpctrain.checkpoint import objects as objects_module
+from hpctrain.checkpoint import read_retry
 from hpctrain.checkpoint import remote as remote_module
 from hpctrain.checkpoint.format.layout import UnreadableCheckpoint
 from hpctrain.checkpoint.objects import ObjectFolder
@@ -30,6 +31,7 @@ from hpctrain.config.sections import CheckpointConfig, StoreTierConfig, TiersCon
 from hpctrain.errors import Replaced, UserError
 from hpctrain.run.events import CheckpointStored, Resumed, StoreAway
 from hpctrain.system import object_store as object_store_module
+from hpctrain.system import retry
 from hpctrain.train.hooks import BaseHook, Hook, StopReason
 from hpctrain.train.loop import Trainer
 from tests.support.faults import FileServer
@@ -146,6 +148,16 @@ def test_a_file_server_that_fails_twice_while_a_checkpoint_is_sent_costs_nothing
     monkeypatch.setattr(remote_module, "FIRST_PAUSE_S", 0.001)
     site.attempt(steps=16)
     assert server.failed == 2 and site.steps() == [8, 16]
+
+
+@pytest.mark.parametrize(("where", "call"), [(".begun-again", "stat"), (".partial-store", "mkdir")])
+def test_a_file_server_that_fails_once_costs_no_resume_from_the_store(site, monkeypatch, where, call):
+    monkeypatch.setattr(retry, "FILE_PAUSES_S", (0.0,))
+    monkeypatch.setattr(read_retry, "PAUSES_S", (0.0,))
+    site.loses_all(12)
+    server = FileServer(errno.ESTALE, where, call).install(monkeypatch)
+    assert site.attempt(steps=13).weight[0] == 13
+    assert server.failed == 1 and site.resumed() == (8, "store")
 
 
 @pytest.mark.parametrize("how", ["expired", "busy", "skewed"])

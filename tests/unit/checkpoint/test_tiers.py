@@ -33,9 +33,10 @@ from hpctrain.errors import Replaced, RunFailed
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.events import Resumed
 from hpctrain.run.folder import RunDir
+from hpctrain.system import retry
 from hpctrain.train.hooks import BaseHook, Hook, StopReason
 from hpctrain.train.loop import Trainer
-from tests.support.faults import FileServer
+from tests.support.faults import CALLS, FileServer, one_by_one
 from tests.support.mpi import PATIENCE_S
 from tests.support.thread_groups import ThreadGroup, in_threads
 from tests.unit.checkpoint.test_hook import Counter, Interrupt, Lost, Run, lose
@@ -132,6 +133,26 @@ def test_a_resume_that_fails_while_it_completes_a_snapshot_leaves_it(node, monke
         FileServer(errno.ENOSPC, HEAD_FILE, "open").install(patched)
         survivors.make_folder(before[0], (before[0] / HEAD_FILE).read_bytes(), [])
     assert snapshots(node.home, 0) == before
+
+
+def test_a_node_whose_disk_fails_once_still_has_its_snapshots(node, monkeypatch):
+    monkeypatch.setattr(retry, "FILE_PAUSES_S", (0.0,))
+    node.loses_a_rank(5)
+    newest = node.newest()
+    for _ in one_by_one(monkeypatch, str(node.home)):
+        tiers = node.tiers()
+        assert newest in tiers.found(has_other=False)
+        tiers.fetch(newest)
+
+
+def test_a_disk_that_fails_for_good_costs_a_node_its_snapshots_and_not_the_run(node, monkeypatch, capsys):
+    monkeypatch.setattr(retry, "FILE_PAUSES_S", (0.0,))
+    node.loses_a_rank(5)
+    broken = FileServer(errno.EIO, str(node.memory), "", times=math.inf)
+    for call in CALLS:
+        monkeypatch.setattr(os, call, broken.in_front_of(getattr(os, call)))
+    assert node.attempt(steps=8).weight[0] == 8 and node.resumed() == []
+    assert "checkpoint.tiers.memory is not used: " in capsys.readouterr().out
 
 
 def test_the_memory_tier_is_tried_before_scratch(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +22,10 @@ from hpctrain.checkpoint.safetensors import encode
 from hpctrain.checkpoint.store import CheckpointStore, best_steps
 from hpctrain.checkpoint.verify import verify_checkpoint
 from hpctrain.comm.group import Group
-from hpctrain.errors import ExitCode, UserError
+from hpctrain.errors import ExitCode, RunFailed, UserError
+from hpctrain.system import retry
 from hpctrain.train.state import TrainState
-from tests.support.faults import FileServer
+from tests.support.faults import FileServer, one_by_one
 
 IDENTITY = {"config": {"seed": 0, "train": {}}, "global_batch": 2, "data": "abc"}
 SHARD, MANIFEST = "shard-00000-of-00001.h5", "manifest.json"
@@ -189,6 +191,16 @@ def test_commands_tell_the_two_apart(store, monkeypatch, cli):
         assert "cannot be read now: Input/output error" in cli("ckpt", *command, code=ExitCode.FAILURE).err
 
 
+def test_a_save_in_place_of_another_of_its_step_never_loses_that(store, monkeypatch):
+    arrays = {"model/weight": np.full((9, 5), 2, np.float32)}
+    for server in one_by_one(monkeypatch, str(store.path)):
+        with suppress(RunFailed):
+            store.save(arrays, {"identity": IDENTITY}, 2)
+            assert not server.failed or not [name for name in os.listdir(store.path) if name.startswith(".partial")]
+        assert store.steps() == [1, 2], "not even until the next start, which would put it back"
+    assert store.load(2).arrays["model/weight"].tolist() == arrays["model/weight"].tolist()
+
+
 ALONE = Group("alone")
 
 
@@ -211,3 +223,14 @@ def test_initial_weights_wait_for_a_file_server_and_not_for_a_wrong_name(store, 
     for wrong in ("other.safetensors", "none/other.safetensors"):
         with pytest.raises(UserError, match="does not exist"):
             initial.with_weights(str(tmp_path / wrong), in_memory, ALONE)
+
+
+def test_a_file_server_may_fail_while_initial_weights_are_looked_for(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(retry, "FILE_PAUSES_S", (0.0,))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "part.safetensors").write_bytes(b"".join(encode({"weight": np.zeros(3)}, {"weight": "float64"}, {})))
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"weight": "part.safetensors"}}')
+    for source in (folder, store.path):
+        for _ in one_by_one(monkeypatch, str(source)):
+            assert initial.with_weights(str(source), in_memory, ALONE).keys() == {"weight"}
