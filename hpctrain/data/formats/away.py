@@ -54,6 +54,16 @@ def patiently(call: Callable[[], T]) -> T:
     return retry(call, StoreDown, PAUSES_S, wait)
 
 
+def local_patiently(where: str, call: Callable[[], T]) -> T:
+    """Calls ``call``, which uses local files, until their server answers; raises StoreDown after PAUSES_S."""
+
+    def once() -> T:
+        with noticing(where, remote=False):
+            return call()
+
+    return patiently(once)
+
+
 def patient(begin: Callable[[], Iterable[T]]) -> Iterator[T]:
     """Yields what ``begin`` gives, begun again while the store is away; raises StoreDown after PAUSES_S."""
     return retried(begin, StoreDown, PAUSES_S, wait)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Field
-from hpctrain.data.formats.away import noticing, patiently
+from hpctrain.data.formats.away import local_patiently
 from hpctrain.data.formats.block_cache import BlockCache
 from hpctrain.data.samples import grouped
 from hpctrain.errors import UserError
@@ -88,13 +88,8 @@ class BlockArray:
 
     def _read(self, begin: int) -> NDArray[Any]:
         end = min(begin + self.block_samples, self.dataset.shape[0])
-
-        def read() -> Any:
-            with noticing(str(self.path), remote=False):
-                return self.dataset[begin:end]
-
         try:
-            values = patiently(read)
+            values: Any = local_patiently(str(self.path), lambda: self.dataset[begin:end])
         except OSError as error:
             what = f"{self.path}: samples {begin} to {end - 1} of {'/' + self.name!r} cannot be read: {error}"
             raise UserError(what, "the file is damaged: make or copy it again") from error

@@ -168,12 +168,12 @@ def look_at(path: Path) -> None:
 def open_file(path: Path) -> h5py.File:
     """Open a file that passed ``look_at``; raises UserError if it is not HDF5 or cannot be opened."""
     try:
-        if h5py.is_hdf5(path):
-            return open_unlocked(path)
+        return open_unlocked(path)
     except OSError as error:
+        if error.errno is None and not h5py.is_hdf5(path):  # which is also False if the file cannot be read now
+            fix = "hpctrain data pack makes one of .npz, .npy, CSV, Parquet and images"
+            raise UserError(f"{path} is not an HDF5 file", fix) from error
         raise refusal(error, f"{path} cannot be opened: {error}", remedy(error)) from error
-    fix = "hpctrain data pack makes one of .npz, .npy, CSV, Parquet and images"
-    raise UserError(f"{path} is not an HDF5 file", fix)
 
 
 def open_unlocked(path: Path) -> h5py.File:

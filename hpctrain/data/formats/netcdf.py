@@ -72,8 +72,15 @@ def meaning_of(dataset: h5py.Dataset) -> Meaning:
         value = np.ravel(dataset.attrs.get(name, ()))
         return value if value.dtype.kind in "iuf" else np.empty(0)
 
+    def mark(name: str) -> NDArray[Any]:
+        value = number(name)
+        if value.dtype.kind == "f" and dtype.kind != "f":  # NaN, or a mark of the unpacked values: stored nowhere
+            limits = np.iinfo(dtype)
+            value = value[(value % 1 == 0) & (value >= float(limits.min)) & (value <= float(limits.max))]
+        return value.astype(dtype)
+
     scale, offset = number("scale_factor"), number("add_offset")
-    marks = np.concatenate([number(name).astype(dtype) for name in ("_FillValue", "missing_value")])
+    marks = np.concatenate([mark("_FillValue"), mark("missing_value")])
     unsigned = dtype.kind == "i" and str(np.ravel(dataset.attrs.get("_Unsigned", ""))[0]).lower() in ("true", "b'true'")
     missing = tuple(np.unique(marks[marks == marks]).tolist())
     return Meaning(scale[0] if len(scale) else 1, offset[0] if len(offset) else 0, missing, unsigned)

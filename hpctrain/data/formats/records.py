@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from hpctrain.data.casting import is_exact
 from hpctrain.data.dataset import Field, Samples, choose, content_fingerprint, fields_like, users_code
-from hpctrain.data.formats.away import noticing, patiently
+from hpctrain.data.formats.away import local_patiently
 from hpctrain.data.samples import Sample, named, stack
 from hpctrain.errors import UserError, file_errors, refusal, requires
 
@@ -125,14 +125,14 @@ class UnchangedFile:
         """Read the bytes at each (offset, length); raises UserError if the file has changed or cannot be read."""
 
         def read() -> list[bytes]:
-            with noticing(str(self.path), remote=False), open(self.path, "rb", buffering=0) as file:
+            with open(self.path, "rb", buffering=0) as file:
                 if self._look(os.fstat(file.fileno())) != self.seen:
                     what = f"{self.path} has changed since the run opened it"
                     raise UserError(what, "do not change data during a run")
                 return [os.pread(file.fileno(), length, offset) for offset, length in parts]
 
         with file_errors(f"{self.path} cannot be read", "make the file readable on every node"):
-            return patiently(read)
+            return local_patiently(str(self.path), read)
 
 
 BLOCK_BYTES = 16 * 2**20

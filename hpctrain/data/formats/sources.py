@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import glob
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -25,13 +28,13 @@ from hpctrain.data.dataset import (
     from_arrays,
     is_ordered,
 )
-from hpctrain.data.formats.away import patiently
+from hpctrain.data.formats.away import local_patiently, patiently
 from hpctrain.data.formats.block_cache import BlockCache
 from hpctrain.data.formats.records import JsonLines, Records, TarShard, open_records
 from hpctrain.data.formats.table_dataset import open_table_dataset
 from hpctrain.data.formats.tables import open_table
 from hpctrain.data.samples import grouped, require_alike
-from hpctrain.errors import UserError
+from hpctrain.errors import UserError, is_away
 
 CACHE_BYTES = 256 * 2**20
 
@@ -73,7 +76,7 @@ def open_dataset(
     if isinstance(source, Dataset):
         return source
     if isinstance(source, (str, Path)):
-        return open_files(expand(source), names, BlockCache(cache_bytes), ragged, decode)
+        return open_files(expand([source]), names, BlockCache(cache_bytes), ragged, decode)
     if isinstance(source, Mapping):
         chosen = choose(list(source), names, "the dict of arrays")
         return from_arrays({name: source[name] for name in chosen})
@@ -86,8 +89,7 @@ def open_dataset(
 
         return tf_dataset.adapted(source, names, ragged)
     if isinstance(source, Sequence) and source and all(isinstance(item, (str, Path)) for item in source):
-        paths = [path for item in source for path in expand(item)]
-        return open_files(paths, names, BlockCache(cache_bytes), ragged, decode)
+        return open_files(expand(source), names, BlockCache(cache_bytes), ragged, decode)
     raise UserError(
         f"data of type {type(source).__name__} cannot be opened",
         "give paths, a dict of NumPy arrays, a torch Dataset, a tf.data.Dataset, an hpctrain.Dataset, or a "
@@ -174,13 +176,19 @@ def kind_of(source: str | Path) -> str:
     if "://" in text and suffix not in ("", ".parquet"):
         fix = "copy it to a disk of the cluster, or store its samples as Parquet"
         raise UserError(f"{text} cannot be read directly from the store: only Parquet files can", fix)
-    if "://" in text or any(Path(text).expanduser().glob("**/*.parquet")):
+    tables = partial(Path(text).expanduser().glob, "**/*.parquet")
+    if "://" in text or local_patiently(text, lambda: any(tables())):
         return "Parquet"
     return KINDS.get(suffix, "HDF5")
 
 
-def expand(pattern: str | Path) -> list[str | Path]:
-    """The files that match a path or pattern, or the address of a table."""
+def expand(sources: Iterable[str | Path]) -> list[str | Path]:
+    """The files that match the paths or patterns, and the addresses of tables."""
+    return [path for each in sources for path in local_patiently(str(each), partial(files_of, each))]
+
+
+def files_of(pattern: str | Path) -> list[str | Path]:
+    """The files that match a path or pattern, or the address of a table. Raises OSError."""
     refuse_credentials(pattern, "the address of the data")
     text = str(pattern)
     if text.startswith("file://") and Path(text).suffix.lower() in HDF5:
@@ -190,10 +198,38 @@ def expand(pattern: str | Path) -> list[str | Path]:
     path = Path(pattern).expanduser()
     if path.exists() or not glob.has_magic(str(path)):
         return [path]
-    found = sorted(glob.glob(str(path), recursive=True))
-    if not found:
-        raise UserError(f"no file matches {path}", "correct the pattern of the data, as seen from the compute nodes")
-    return [Path(name) for name in found]
+    folder = Path(path.anchor)
+    if found := set(matching(folder, path.relative_to(folder).parts)):
+        return sorted(found, key=str)
+    raise UserError(f"no file matches {path}", "correct the pattern of the data, as seen from the compute nodes")
+
+
+def matching(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
+    """What matches a pattern in a folder, as glob.glob, which silently leaves out a folder whose server is away.
+
+    Raises OSError.
+    """
+    if not parts:
+        yield folder
+        return
+    first, *rest = parts
+    names = [first]
+    try:
+        if glob.has_magic(first):
+            names = os.listdir(folder)
+        elif not rest:
+            os.lstat(folder / first)
+    except OSError as error:
+        if is_away(error):
+            raise
+        if isinstance(error, NotADirectoryError) and first == "**" and not rest:
+            yield folder
+        return
+    if first == "**":
+        yield from matching(folder, rest)
+    for name in names if first == "**" else fnmatch.filter(names, first):
+        if first.startswith(".") or not name.startswith("."):
+            yield from matching(folder / name, parts if first == "**" else rest)
 
 
 def comes_from(source: Any, package: str) -> bool:

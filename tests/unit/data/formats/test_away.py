@@ -12,7 +12,7 @@ from hpctrain.data.formats import away
 from hpctrain.data.formats.away import noticing, patient, patiently
 from hpctrain.data.formats.sources import open_dataset
 from hpctrain.errors import StoreDown, UserError
-from tests.support.faults import FileServer
+from tests.support.faults import FileServer, one_by_one
 
 
 class LibraryError(Exception):
@@ -85,6 +85,17 @@ def test_a_file_server_that_is_away_for_a_moment_costs_a_run_nothing(tmp_path, m
     server.left = math.inf
     with pytest.raises(StoreDown, match=r"a\.jsonl does not answer: .*Stale"):
         lines.read(np.arange(2))
+
+
+def test_a_file_server_may_fail_while_files_are_looked_for(tmp_path, monkeypatch):
+    """No file may be left out, and none be taken for one of another kind."""
+    monkeypatch.setattr(away, "PAUSES_S", (0.0,))
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        with h5py.File(tmp_path / folder / "x.h5", "w") as file:
+            file["x"] = [1, 2]
+    for _ in one_by_one(monkeypatch, str(tmp_path)):
+        assert len(open_dataset(f"{tmp_path}/*/x.h5")) == 4
 
 
 def test_expired_credentials_are_named():

@@ -51,6 +51,13 @@ def test_packed_numbers_are_decoded_if_asked_and_refused_otherwise(tmp_path, chu
     assert read(single, decode="netcdf").tolist() == (RAW * 0.5).tolist()
 
 
+@pytest.mark.parametrize("mark", [np.nan, 1e20, -1e20, 0.5, 2.0**15])
+def test_a_mark_that_the_stored_type_cannot_hold_marks_nothing(tmp_path, mark):
+    """Such as that of the values before they were packed; converted, it would be some other number, mostly 0."""
+    path = stored(tmp_path / "a.h5", missing_value=mark, _FillValue=np.int16(-9999))
+    assert np.isnan(read(path, decode="netcdf")).tolist() == [[False, False], [True, False]]
+
+
 def test_missing_values_are_refused_where_they_are_met(tmp_path):
     for name in ("_FillValue", "missing_value"):
         path = stored(tmp_path / f"{name}.h5", **{name: np.int16([-9999])})

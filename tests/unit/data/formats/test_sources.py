@@ -1,12 +1,13 @@
 """Data that is not in files."""
 
+import glob
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hpctrain.data.dataset import Field
-from hpctrain.data.formats.sources import open_dataset
+from hpctrain.data.formats.sources import matching, open_dataset
 from hpctrain.errors import UserError
 
 X = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
@@ -79,3 +80,28 @@ def test_a_pattern_means_files_of_tables(kind, tmp_path):
 def test_anything_else_is_refused(source):
     with pytest.raises(UserError, match="cannot be opened"):
         open_dataset(source)
+
+
+PATTERNS = [
+    "*.h5",
+    "**/*.h5",
+    "**",
+    "a/**",
+    "**/b/*.h5",
+    "**/b/**/x.h5",
+    "a/[bx]*",
+    ".h/*",
+    "no/*",
+    "x.h5/*",
+    "a**/x.h5",
+]
+
+
+@pytest.mark.parametrize("pattern", [*PATTERNS, "x.h5", "x", "*/*/x.h5", "d[[]1]/?.h5", "link/*/*", "*/../x.h5"])
+def test_patterns_match_what_they_match_in_the_library(tmp_path, pattern):
+    for name in ("a/x.h5", "a/b/y.h5", "a/b/.z.h5", ".h/x.h5", "x.h5", "d[1]/x.h5", "e/b/c/b/x.h5"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    found = {str(path) for path in matching(tmp_path, Path(pattern).parts)}
+    assert found == {str(Path(each)) for each in glob.glob(f"{tmp_path}/{pattern}", recursive=True)}
