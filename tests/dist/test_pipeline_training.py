@@ -160,6 +160,7 @@ def test_layers_are_compiled_one_by_one(found: Callable[[], tuple[Path, Found]])
     np.testing.assert_allclose(results["compiled"]["losses"], results["alone-eager"]["losses"], rtol=1e-6)
     assert len(results["compiled"]["losses"]) == 2
     assert results["compiled"]["advice"] == []
+    assert results["compiled"]["graphs"] > results["lent"]["graphs"] == 0
     assert "train.compile finds no layer" in results["norms"]["advice"][0]
 
 

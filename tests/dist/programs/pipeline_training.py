@@ -82,6 +82,7 @@ class Stages(Watcher):
         self.drawn: list[dict[str, str]] = []
         self.ranks: list[Any] = []
         self.advice: list[str] = []
+        self.graphs = 0
 
     def after_step(self, training: Training, result: StepResult) -> None:
         super().after_step(training, result)
@@ -96,6 +97,8 @@ class Stages(Watcher):
         framework, world = training.framework, training.world
         held = sum(one.numel() for one in framework.model.parameters())  # type: ignore[attr-defined]
         self.advice = list(framework.facts.advice)
+        if compiler := sys.modules.get("torch._dynamo.utils"):
+            self.graphs = compiler.counters["stats"]["unique_graphs"]
         own = [world.pipeline.rank, world.tensor.rank, framework.weights_hash(), held, framework.facts.reducer_name]
         self.ranks = EVERYONE.allgather(own, "compare the ranks")
 
