@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.format.layout import converted
 from hpctrain.errors import UserError
-from hpctrain.train.saved_arrays import DerivedArrays, SavedArrays, as_saved
+from hpctrain.train.saved_arrays import DerivedArrays, SavedArrays, as_saved, items_of, numbers_of
 
 DOWN = re.compile(r"(?P<layer>.+)\.lora_A(?P<rest>(\.[^.]+)?(\.weight)?)")
 """Name of an adapter's first matrix in PEFT, and in custom layers that follow its naming."""
@@ -107,10 +106,8 @@ class MergedArrays(DerivedArrays):
             return own
         up, down = self.adapters[name]
         rank = self.arrays.shape_of(down)[0]
-        left = self._numbers(up, (begin[0], 0), (shape[0], rank))
-        right = self._numbers(down, (0, begin[1]), (rank, shape[1]))
-        total = converted(own, self.dtypes[name], "float32") + np.float32(self.alpha / rank) * (left @ right)
-        return converted(total, "float32", self.dtypes[name])
-
-    def _numbers(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> NDArray[Any]:
-        return converted(self.arrays.part(name, begin, shape), self.dtypes[name], "float32")
+        left = numbers_of(self.arrays.part(up, (begin[0], 0), (shape[0], rank)), self.dtypes[up])
+        right = numbers_of(self.arrays.part(down, (0, begin[1]), (rank, shape[1])), self.dtypes[down])
+        kind = np.result_type(left, right, numbers_of(own, self.dtypes[name]), np.float32)
+        total = numbers_of(own, self.dtypes[name]) + kind.type(self.alpha / rank) * (left.astype(kind) @ right)
+        return items_of(total, self.dtypes[name])

@@ -129,10 +129,18 @@ class UnchangedFile:
                 if self._look(os.fstat(file.fileno())) != self.seen:
                     what = f"{self.path} has changed since the run opened it"
                     raise UserError(what, "do not change data during a run")
-                return [os.pread(file.fileno(), length, offset) for offset, length in parts]
+                return [read_all(file.fileno(), length, offset) for offset, length in parts]
 
         with file_errors(f"{self.path} cannot be read", "make the file readable on every node"):
             return local_patiently(str(self.path), read)
+
+
+def read_all(descriptor: int, length: int, offset: int) -> bytes:
+    """The bytes at an offset, which one system call may give in part: Linux gives at most 2 GiB, others less."""
+    found = os.pread(descriptor, length, offset)
+    while len(found) < length and (more := os.pread(descriptor, length - len(found), offset + len(found))):
+        found += more
+    return found
 
 
 BLOCK_BYTES = 16 * 2**20

@@ -313,6 +313,20 @@ def test_exports_that_cannot_be_made(options, said, tmp_path, cli, monkeypatch):
     assert said in cli("ckpt", "export", path, "-o", tmp_path / "out.safetensors", *options, code=64).err
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "complex64"])
+def test_adapters_are_merged_in_the_precision_of_the_weights(dtype):
+    rng = np.random.default_rng(0)
+    shapes = {"a.base_layer.weight": (4, 6), "a.lora_A": (2, 6), "a.lora_B": (4, 2)}
+    arrays = {
+        name: (rng.normal(size=shape) * (1 + 1j if dtype[0] == "c" else 1)).astype(dtype)
+        for name, shape in shapes.items()
+    }
+    weight = merge_lora(arrays, dict.fromkeys(arrays, dtype), 4.0)[0]["a.weight"]
+    base, down, up = (array.astype(np.result_type(dtype, np.float64)) for array in arrays.values())
+    tolerance = 4 * np.finfo(dtype).eps  # a few operations, each with half a unit in the last place
+    assert weight.dtype == dtype and np.allclose(weight, base + 2.0 * up @ down, rtol=tolerance, atol=4 * tolerance)
+
+
 def test_adapters_of_other_kinds_are_not_merged():
     def arrays(**more):
         shapes = {"a.base_layer.weight": (4, 6), "a.lora_A.x.weight": (2, 6), "a.lora_B.x.weight": (4, 2)}

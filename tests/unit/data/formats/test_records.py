@@ -93,6 +93,13 @@ def test_records_are_samples_in_any_order(kind, tmp_path):
     assert dataset.fingerprint() != other.fingerprint()
 
 
+def test_a_file_system_may_give_a_record_in_several_parts(kind, tmp_path, monkeypatch):
+    really = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, length, offset: really(file, min(length, 7), offset))
+    dataset = open_dataset(tmp_path / f"a-0.{kind}", ragged=True, decode=KINDS[kind][1])
+    assert [tokens.tolist() for tokens in dataset.read(np.arange(17))["tokens"]] == TOKENS[:17]
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_each_rank_decodes_what_it_trains_on(kind, size, tmp_path):
     epochs = []
