@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from math import isnan, nan
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.nn import Bilinear, Module, RNNBase
 from torch.profiler import profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from hpctrain.backends.torch import accelerator
@@ -30,6 +33,28 @@ def on_cpu(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
 
 ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: on_cpu}
 """Attention kernels of CPUs; the counter supports those of GPUs."""
+
+
+class WithFlexAttention(TorchDispatchMode):
+    """Counts FlexAttention, at which PyTorch's counter fails; Dynamo cannot compile it after that failure."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, counter: FlopCounterMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.formulas = counter.flop_registry
+        self.operations: float = 0
+        """NaN if PyTorch does not know them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not (isinstance(func, HigherOrderOperator) and func.name().startswith("flex_attention")):
+            return func(*args, **kwargs)
+        with _disable_current_modes():
+            found = func(*args, **kwargs)
+        formula = self.formulas.get(func)
+        self.operations += formula(*args, **kwargs, out_val=found) if formula else nan
+        return found
 
 
 def trying(
@@ -55,14 +80,14 @@ def trying(
         return call(), None
     counter = FlopCounterMode(display=False, custom_mapping=ATTENTION)
     try:
-        with counter:
+        with counter, WithFlexAttention(counter) as flex, torch.compiler.set_stance("force_eager"):
             found = call()
     except Exception:  # of the counter, or of the call, which then raises it again
         if meets:
             raise
         return call(), None
-    per_sample = 3 * counter.get_total_flops() / samples
-    if not per_sample and not meets:  # possible for a part of a model
+    per_sample = 3 * (counter.get_total_flops() + flex.operations) / samples
+    if isnan(per_sample) or (not per_sample and not meets):  # possible for a part of a model
         return found, None
     largest = max(parameters, key=lambda one: one.numel())
     device, dtype = largest.device, computes_in or largest.dtype

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention.flex_attention import flex_attention
 
 from hpctrain.backends.torch.performance import peak_per_s, trying
 from hpctrain.errors import UserError
@@ -23,13 +24,24 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.attended(q, k, v)
+
+    def attended(self, *qkv: torch.Tensor) -> torch.Tensor:
+        return functional.scaled_dot_product_attention(*qkv, is_causal=True)
+
+
+class Flexible(Attention):
+    """By an operator of higher order, which PyTorch differentiates on GPUs only."""
+
+    def attended(self, *qkv: torch.Tensor) -> torch.Tensor:
+        return flex_attention(*(one.detach() for one in qkv), score_mod=lambda score, b, h, i, j: score - 0.1 * (i - j))
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "layers": (lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), (8,), 2 * (8 * 16 + 16 * 4)),
     "images": (lambda: nn.Conv2d(3, 8, 3), (3, 10, 10), 2 * 8 * 8 * 8 * 3 * 9),
     "attention": (Attention, (5, 8), 2 * 5 * 8 * 24 + 2 * 2 * 2 * 5 * 5 * 4),
+    "flex attention": (Flexible, (5, 8), 2 * 5 * 8 * 24 + 2 * 2 * 2 * 5 * 5 * 4),
 }
 
 
@@ -38,6 +50,7 @@ def on(model: nn.Module, *shape: int) -> Flops | None:
     return trying(lambda: model(inputs), model, 6, None)[1]
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name", MODELS)
 def test_training_takes_three_forward_passes(name):
     make, shape, forward = MODELS[name]
