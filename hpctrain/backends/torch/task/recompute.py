@@ -159,13 +159,16 @@ class Recomputed:
 
     @contextlib.contextmanager
     def _second(self, before: dict[str, torch.Tensor]) -> Iterator[None]:
-        buffers = [(buffer, before[name]) for name, buffer in self.layer.named_buffers() if name in before]
-        after = [buffer.clone() for buffer, _ in buffers]
-        _fill([buffer for buffer, _ in buffers], [value for _, value in buffers])
+        tables = [(module._buffers, dict(module._buffers)) for module in self.layer.modules()]
+        # Other tensors: passes under way have saved the buffers, and this one may save its own.
+        own = {id(buffer): before[name].clone() for name, buffer in self.layer.named_buffers() if name in before}
+        for table, buffers in tables:
+            table.update((name, own[id(buffer)]) for name, buffer in buffers.items() if id(buffer) in own)
         try:
             yield
         finally:
-            _fill([buffer for buffer, _ in buffers], after)
+            for table, buffers in tables:
+                table.update(buffers)
 
 
 def called(function: Callable[..., Any], names: Sequence[str], *given: Any) -> Any:
@@ -187,8 +190,3 @@ def within(outer: AbstractContextManager[object], inner: AbstractContextManager[
     """Both contexts."""
     with outer, inner:
         yield
-
-
-def _fill(buffers: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    for buffer, value in zip(buffers, values, strict=True):
-        buffer.data.copy_(value)  # which autograd does not notice: other passes may have saved it
