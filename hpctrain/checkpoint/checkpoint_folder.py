@@ -167,10 +167,10 @@ class CheckpointFolder:
         self.fence()
         target = self.folder(step)
         replaced = self.path / f"{REPLACED}{target.name}-{secrets.token_hex(4)}"
-        if target.exists():
-            os.rename(target, replaced)
         try:
-            sync(self.path)
+            if target.exists():
+                os.rename(target, replaced)
+                sync(self.path)
             os.rename(partial, target)
         except OSError:  # if a newer attempt removed the partial checkpoint, one in its place is that attempt's
             if replaced.exists() and not target.exists():
