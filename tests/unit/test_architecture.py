@@ -64,7 +64,7 @@ TOKENS: dict[str, int] = {
     "reduce": 11960,
     "train": 14847,
     "tasks": 7527,
-    "backends": 128110,
+    "backends": 128095,
     "checkpoint": 51118,
     "monitor": 32570,
     "track": 6454,
