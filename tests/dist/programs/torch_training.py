@@ -319,6 +319,7 @@ def steps_apart(world: World) -> dict[str, Any]:
 
 def own_overflow(world: World) -> dict[str, Any]:
     """A gradient of one optimizer that overflows on one rank skips its update on all, and no other."""
+
     def single() -> TorchTask:
         task = own.gan(train={name: array.astype(np.float32) for name, array in own.samples().items()})
         for model in task.model.values():
