@@ -181,7 +181,7 @@ def test_a_run_with_a_slow_rank(tmp_path: Path, opened: Callable[[Path], Page]) 
     told = events(run, "straggler")
     assert [(event["rank"], event["cause"], event["state"]) for event in told][:1] == [(1, "forward", "confirmed")]
     keys = ("step", "rank", "host", "cause", "slowdown", "cost", "state", "sentence")
-    assert page.table("Stragglers") == [[number(event[key]) for key in keys] for event in told]
+    assert page.table("Stragglers") == [[number(event[key], key) for key in keys] for event in told]
     assert f"The run completed; {told[0]['sentence'].split(':')[0]}" in page.dom
 
     with np.load(run / "monitor" / "heat.npz") as saved:
