@@ -91,6 +91,14 @@ def gan(**changes: Any) -> TorchTask:
     return dataclasses.replace(made, **changes)
 
 
+def single_gan() -> TorchTask:
+    """``gan`` in single precision, which train.precision asks for."""
+    made = gan(step=lambda ctx, batch: gan_step(ctx, {name: value.float() for name, value in batch.items()}))
+    for model in made.model.values():
+        model.float()
+    return made
+
+
 def normalised_gan(**changes: Any) -> TorchTask:
     """A GAN with BatchNorm and SGD: Adam would take full steps by the rounding errors of biases before BatchNorm."""
     models = {"generator": normalised(3, 6), "discriminator": normalised(6, 1)}

@@ -76,9 +76,9 @@ def test_rehearsals_leave_no_trace():
 
 
 def test_state_by_name_resumes_bit_for_bit():
-    straight = own.make_framework(alone(), ema_decay=0.9, precision="fp16")
+    straight = own.make_framework(alone(), own.single_gan, ema_decay=0.9, precision="fp16")
     reported = own.train(straight, 7)
-    first = own.make_framework(alone(), ema_decay=0.9, precision="fp16")
+    first = own.make_framework(alone(), own.single_gan, ema_decay=0.9, precision="fp16")
     own.train(first, 3)
     saved = values(first)
     assert saved.keys() >= {
@@ -89,7 +89,7 @@ def test_state_by_name_resumes_bit_for_bit():
         "scaler/scale/generator",
         "step/done",
     }
-    second = own.make_framework(alone(), ema_decay=0.9, precision="fp16")
+    second = own.make_framework(alone(), own.single_gan, ema_decay=0.9, precision="fp16")
     second.load(saved)
     assert own.train(second, 7, begin=3) == reported[3:]
     after = values(straight)

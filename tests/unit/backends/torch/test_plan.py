@@ -343,6 +343,6 @@ def test_stages_are_weighed(tmp_path, cli):
     last = [line.split()[-1] for line in table if line.strip()]
     assert "bubble" in last and [word for word in last if word.endswith("%")][-1] == "20%"
     assert (
-        "parallel.pipeline is 4, and train.compile is true"
-        in cli("plan", run, "-n", "4", "--parallel.pipeline", "4", "--train.compile", "true", code=64).err
+        "train.compile and train.sync_batchnorm are both true"
+        in cli("plan", run, "-n", "4", "--train.sync_batchnorm", "true", "--train.compile", "true", code=64).err
     )
