@@ -194,6 +194,8 @@ def test_a_buffer_that_begins_to_change_later_is_not_passed_over():
 class Scaled(nn.Module):
     """A layer that shares a table with others, and divides by a mean over passes, which it updates or replaces."""
 
+    mean: Tensor
+
     def __init__(self, table: nn.Module, replaces: bool) -> None:
         super().__init__()
         self.table, self.linear, self.replaces = table, nn.Linear(6, 6), replaces
