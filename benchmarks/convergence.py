@@ -22,7 +22,6 @@ PROGRAM = "benchmarks.torch_convergence"
 LOCAL = {"kind": "local", "after_steps": "warm_up"}
 DILOCO = {"every_steps": 32, "outer_lr": 0.7, "outer_momentum": 0.9}
 EVERY, APART, FROM_APART = "every step", "isolated", "isolated after warm-up"
-"""Panels of the picture: (column of a curve, scale, label)."""
 METHODS: dict[str, dict[str, Any]] = {
     EVERY: {},
     APART: {"isolated": True, "share": 0.0},
@@ -151,13 +150,18 @@ def draw(rows: Sequence[Row], names: Sequence[str], path: Path) -> None:
     with drawing.own_settings():
         figure = Figure(figsize=(10, 4), layout="constrained")
         over_updates, at_end = figure.subplots(1, 2)
+        ends: list[tuple[float, float]] = []
         for name, colour in zip(names, itertools.cycle(drawing.PALETTE)):
             curves = [row.curve for row in rows if row.method == name]
             points = [[statistics.mean(values) for values in zip(*at, strict=True)] for at in zip(*curves, strict=True)]
             steps, losses, sent, _ = zip(*points, strict=True)
             over_updates.plot(steps, losses, label=name, color=drawing.LIGHT[colour])
-            at_end.plot(sent[-1] * 1e-6, losses[-1], "o", color=drawing.LIGHT[colour])
-            at_end.annotate(name, (sent[-1] * 1e-6, losses[-1]), (6, 0), textcoords="offset points", va="center")
+            x, y = end = sent[-1] * 1e-6, losses[-1]
+            at_end.plot(x, y, "o", color=drawing.LIGHT[colour])
+            hides = any(abs(x - a) < 10 and abs(y - b) < 0.01 for a, b in ends)
+            place = {"xytext": (-6 if hides else 6, 0), "ha": "right" if hides else "left", "va": "center"}
+            at_end.annotate(name, end, textcoords="offset points", **place)
+            ends.append(end)
         over_updates.set(xlabel="updates", ylabel="validation loss, nats per character", yscale="log")
         over_updates.yaxis.set_minor_formatter("{x:.2g}")
         over_updates.legend(fontsize="small")

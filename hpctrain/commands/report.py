@@ -7,10 +7,9 @@ import io
 import json
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpctrain.run import resolve_run
 from hpctrain.run.run_view import RunView
@@ -111,7 +110,7 @@ def compare(args: argparse.Namespace) -> int:
     """Prints tables, and writes an HTML file with overlays if requested."""
     from hpctrain.report import page
     from hpctrain.report.compare import compare as compare_runs
-    from hpctrain.report.compare import overlays
+    from hpctrain.report.compare import overlays, tables
 
     runs = [find_run(name).history() for name in args.runs]
     show_notes(*runs)
@@ -119,22 +118,14 @@ def compare(args: argparse.Namespace) -> int:
     if args.json:
         foreign_text.show(json.dumps(result, indent=1, default=str))
     else:
-        print_comparison(result)
+        for title, rows in tables(result):
+            foreign_text.table(title, ["", *result["runs"]], rows)
     if args.output:
-        html = page.render_comparison(result, overlays(runs, result["runs"]))
+        html = page.render_comparison(result["runs"], tables(result), overlays(runs, result["runs"]))
         write_page(Path(args.output), html)
         foreign_text.show(args.output)
         show_charts_missing()
     return 0
-
-
-def print_comparison(result: Mapping[str, Any]) -> None:
-    """Prints two tables: differences between the run files, and the results."""
-    from hpctrain.report.page import number
-
-    for title in ("configuration", "results"):
-        rows = ([key, *(number(value, key) for value in values)] for key, values in result[title].items())
-        foreign_text.table(title, ["", *result["runs"]], rows)
 
 
 def show_charts_missing() -> None:

@@ -113,14 +113,15 @@ def show_table(args: argparse.Namespace, runs: Sequence[RunDir]) -> None:
 
 
 def print_table(table: Mapping[str, Any]) -> None:
-    """Returns a row for each point."""
+    """Prints a row for each point."""
+    from hpctrain.report.compare import label
     from hpctrain.report.page import number
 
     points = table["points"]
-    headers = ["run", *points[0]["configuration"], *points[0]["results"]] if points else []
+    headers = ["run", *points[0]["configuration"], *map(label, points[0]["results"])] if points else []
     cells = [{**point["configuration"], **point["results"]} for point in points]
     rows = [
         [point["point"], *(number(value, key) for key, value in own.items())]
         for point, own in zip(points, cells, strict=True)
     ]
-    foreign_text.table(f"best {table['ranked_by']} first", headers, rows)
+    foreign_text.table(f"Best {label(table['ranked_by'])} first", headers, rows)

@@ -6,23 +6,25 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hpctrain.report.page import number
 from hpctrain.report.plots import ReportSection, line_of, line_section
 from hpctrain.report.summary import summarize
 from hpctrain.run.history import RunHistory
 from hpctrain.system.json_shape import flat
 
-RESULTS = (
-    "state",
-    "steps",
-    "ranks",
-    "framework",
-    "reducer",
-    "final_loss",
-    "samples_per_s_median",
-    "goodput",
-    "rank_hours",
-    "seconds",
-)
+RESULTS = {
+    "state": "state",
+    "steps": "steps",
+    "ranks": "ranks",
+    "framework": "framework",
+    "reducer": "reducer",
+    "final_loss": "training loss",
+    "samples_per_s_median": "samples/s",
+    "goodput": "goodput",
+    "rank_hours": "rank hours",
+    "seconds": "running time",
+}
+"""Results besides the validation metrics: keys of the JSON, and what tables call them."""
 OWN = ("name", "run_dir")
 """Keys that differ between all runs of a sweep."""
 SHOWN = ("state", "steps", "final_loss", "seconds")
@@ -43,6 +45,23 @@ def compare(runs: Sequence[RunHistory]) -> dict[str, Any]:
         "configuration": differences([flat(run.run.config) for run in runs]),
         "results": results,
     }
+
+
+def label(result: str) -> str:
+    """What tables call a result; all but RESULTS are validation metrics."""
+    return RESULTS.get(result) or f"validation {result}"
+
+
+def tables(compared: Mapping[str, Any]) -> list[tuple[str, list[list[str]]]]:
+    """Titles and rows, for people, of what ``compare`` returned; a row begins with its name. What is empty is left out."""
+
+    def rows(part: str) -> list[list[str]]:
+        known = {key: values for key, values in compared[part].items() if values.count(None) < len(values)}
+        return [[key, *(number(value, key) for value in values)] for key, values in known.items()]
+
+    results = [[label(key), *cells] for key, *cells in rows("results")]
+    made = [("What differs in the run files", rows("configuration")), ("Results", results)]
+    return [(title, found) for title, found in made if found]
 
 
 def overlays(runs: Sequence[RunHistory], names: Sequence[str]) -> list[ReportSection]:

@@ -6,7 +6,7 @@ import datetime
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,8 @@ def make_sections(
     if figures is not None:
         sections += [_figure(name, figure, figures.step) for name, figure in figures.figures.items()]
     sections += [phases] if (phases := phase_section(data)) else []
-    sections += [_heat(shrink(100 * excess))] if excess is not None else []
+    if excess is not None and not data.run.account.is_short:
+        sections.append(_heat(shrink(100 * excess)))
     return [*sections, _attempts(attempts)] if attempts else sections
 
 
@@ -61,7 +62,7 @@ def render(
         .render(
             summary=summarize(data),
             explanation=explanation,
-            short="too short to judge" if data.run.account.is_short else "",
+            short=data.run.account.is_short,
             sections=sections,
             pictures=pictures,
             checkpoints=[_row(event, CHECKPOINT) for event in data.all(CheckpointSaved)],
@@ -82,10 +83,11 @@ def kept_files(run: Path, folder: Path) -> list[tuple[str, str]]:
     return [(os.path.relpath(path, folder), viewer) for path, viewer in found]
 
 
-def render_comparison(result: Mapping[str, Any], sections: Sequence[ReportSection]) -> str:
-    """Renders the page of several runs: tables of differences and results, and curves overlaid."""
-    template = _environment().get_template("compare.html.j2")
-    return template.render(result=result, sections=sections)
+def render_comparison(
+    runs: Sequence[str], tables: Sequence[tuple[str, Sequence[Sequence[str]]]], sections: Sequence[ReportSection]
+) -> str:
+    """Renders the page of several runs: titled tables with a column for each, and curves overlaid."""
+    return _environment().get_template("compare.html.j2").render(runs=runs, tables=tables, sections=sections)
 
 
 def save_pictures(sections: Sequence[ReportSection], folder: Path) -> list[Path]:
@@ -162,7 +164,7 @@ def _figure(name: str, figure: Figure, step: int) -> ReportSection:
 
 
 def _heat(values: NDArray[np.float64]) -> ReportSection:
-    chart = charts.heat_chart("Busy time beyond the peers', by rank", values)
+    chart = charts.heat_chart("Busy time compared with the other ranks", values)
     rows = [(rank, *_spread(row)) for rank, row in enumerate(values)]
     return ReportSection("heat", chart, ("row", "median (%)", "max (%)"), rows)
 

@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 from hpctrain.report import charts
 from hpctrain.report.drawing import Chart
 from hpctrain.report.summary import Span
+from hpctrain.run.events import Train
 from hpctrain.run.history import RunHistory, Series
 from hpctrain.system.quantities import VISIBLE_MFU
 
-NOT_METRICS = frozenset(("loss", "lr", "learning_rate", "samples_per_s", "tokens_per_s", "grad_norm", "mfu"))
-"""Numbers of ``train`` events that are not metrics of the task."""
 POINTS = 400
 """Most points of a curve."""
 MOST_ROWS, MOST_COLUMNS = 64, 120
@@ -65,7 +64,7 @@ def line_sections(data: RunHistory, attempts: Sequence[Span]) -> list[ReportSect
     losses = {"loss": train.get("loss"), "validation loss": metrics.get("loss")}
     losses |= {f"validation {name}": series for name, series in metrics.items() if name.endswith("/loss")}
     others = {name: series for name, series in metrics.items() if not f"/{name}".endswith("/loss")}
-    trained = {f"training {name}": series for name, series in train.items() if name not in NOT_METRICS}
+    trained = {f"training {name}": series for name, series in train.items() if name not in Train.MEASURED}
     rate, rate_title = train.get("learning_rate"), "Learning rate"
     if rate is None:
         rate, rate_title = train.get("lr"), "Learning rate, as a factor"

@@ -90,6 +90,9 @@ class RunStarted(Event, name="run_started"):
 class Train(Event, name="train"):
     """Means over an interval of updates."""
 
+    MEASURED: ClassVar = ("loss", "lr", "samples_per_s", "tokens_per_s", "learning_rate", "grad_norm", "mfu")
+    """Fields with curves, besides the task's own metrics."""
+
     loss: float | None = None
     lr: float | None = None
     """Factor on the optimizer's learning rate; ``learning_rate`` is the rate itself."""
@@ -110,13 +113,7 @@ class Train(Event, name="train"):
 
     def numbers(self) -> dict[str, float]:
         """Returns the measured numbers by name, including a task's own metrics."""
-        named = {"loss": self.loss, "lr": self.lr, "samples_per_s": self.samples_per_s}
-        named |= {
-            "tokens_per_s": self.tokens_per_s,
-            "learning_rate": self.learning_rate,
-            "grad_norm": self.grad_norm,
-            "mfu": self.mfu,
-        }
+        named = {name: getattr(self, name) for name in self.MEASURED}
         return {name: value for name, value in {**self.more, **named}.items() if is_number(value)}
 
     def seconds_per_step(self) -> dict[str, float]:

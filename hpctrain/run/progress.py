@@ -31,6 +31,8 @@ class Warned:
     attempt: int
     step: int | None
     text: str
+    is_orderly: bool = False
+    """Whether it is a stop request, after which the run can be resumed."""
 
 
 class ProgressCurve:
@@ -118,7 +120,8 @@ class Progress:
         elif isinstance(event, events.Straggler):
             self._find(event)
         elif (sentence := warning(event)) is not None:
-            self.warnings.append(Warned(event.time, event.attempt, event.step, sentence))
+            is_orderly = isinstance(event, events.StopRequested)
+            self.warnings.append(Warned(event.time, event.attempt, event.step, sentence, is_orderly))
 
     @property
     def step(self) -> int | None:

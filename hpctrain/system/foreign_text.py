@@ -55,10 +55,12 @@ def table(title: str, headers: Iterable[str], rows: Iterable[Iterable[str]]) -> 
     from rich.console import Console
     from rich.table import Table
 
-    shown = Table(*map(line, headers), title=title, title_justify="left", box=None)
+    shown = Table(*map(line, headers), box=None)
     for row in rows:
         shown.add_row(*map(line, row))
-    Console(highlight=False, markup=False, emoji=False).print(shown)
+    console = Console(highlight=False, markup=False, emoji=False)
+    console.print(line(title), style="bold")  # as the table's own title it would be wrapped to the table's width
+    console.print(shown)
 
 
 def _visible(character: str) -> str:

@@ -229,7 +229,8 @@ def _foot(view: View, width: int) -> Iterator[Text]:
     said = {*view.verdicts, view.state.why}
     for warned in [warned for warned in view.warnings if warned.text not in said][-3:]:
         place = f"attempt {warned.attempt}" + (f", step {warned.step:,}" if warned.step is not None else "")
-        yield from _wrapped(f"{age(max(0.0, view.time - warned.time))}, {place}: {clean(warned.text)}", width, "red")
+        text = f"{age(max(0.0, view.time - warned.time))}, {place}: {clean(warned.text)}"
+        yield from _wrapped(text, width, "" if warned.is_orderly else "red")
 
 
 def _wrapped(text: str, width: int, style: str) -> Iterator[Text]:

@@ -147,7 +147,7 @@ def heat(work: Path, picture: Path) -> None:
     print(hpctrain("explain", run).stdout)
     excess = RunView(run).heat_map()
     assert excess is not None
-    heat = heat_chart("Busy time beyond the peers', by rank", shrink(100 * excess))
+    heat = heat_chart("Busy time compared with the other ranks", shrink(100 * excess))
     save_charts([heat], work / "heat.png", picture)
 
 

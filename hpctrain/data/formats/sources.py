@@ -49,13 +49,12 @@ def open_dataset(
     """Open data of any supported kind.
 
     Args:
-        source: the path of a file: HDF5, also in an object store (``s3://bucket/train.h5``), or, by suffix, ``.jsonl``,
-            ``.tar`` or ``.parquet``; several files of one kind, which are concatenated (a pattern such as
-            ``"data/*.h5"``, in sorted order, or a list); a folder of Parquet files, or its URI
-            (``s3://bucket/folder``); a dict of arrays; a map-style Dataset of torch or Hugging
-            Face; a finite tf.data.Dataset of single samples (read into memory); a Dataset, which is returned as it is;
-            or a callable without arguments (a function, partial or class) that returns one of these, which worker
-            processes call again.
+        source: the path of a file: HDF5, or, by suffix, ``.jsonl``, ``.tar`` or ``.parquet``; several files of one
+            kind, which are concatenated (a pattern such as ``"data/*.h5"``, in sorted order, or a list); a folder of
+            Parquet files, or its URI (``s3://bucket/folder``); a dict of arrays; a map-style Dataset of torch or
+            Hugging Face; a finite tf.data.Dataset of single samples (read into memory); a Dataset, which is returned as
+            it is; or a callable without arguments (a function, partial or class) that returns one of these, which
+            worker processes call again.
         fields: arrays to use, in this order; by default all. Names the parts if samples are tuples.
         cache_bytes: memory for cached blocks of chunked or compressed arrays, for all files together.
         ragged: whether samples of a torch or tf.data Dataset, or of files other than HDF5, may differ in shape. Set for

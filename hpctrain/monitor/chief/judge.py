@@ -22,7 +22,7 @@ Array = NDArray[np.floating]
 
 @dataclass(frozen=True)
 class Rule:
-    """Thresholds; docs/stragglers.md shows what they detect and miss."""
+    """Thresholds; docs/detection.md shows what they detect and miss."""
 
     slow: float = 0.07
     """Smallest excess over the median of its peers, as a fraction, at which a rank is slow."""

@@ -84,8 +84,8 @@ FRESH_S = 60.0
 """Age up to which host findings count as evidence."""
 LASTING_S = 30.0
 """Shortest duration of a finding that blames no rank for its end to be worth a line in the log."""
-OF_ALL = (Kind.ROTATING, Kind.IMBALANCE, Kind.GLOBAL)
-"""Findings about all ranks together, which the first steps of any run may show by chance."""
+EARLY = (Kind.ROTATING, Kind.IMBALANCE, Kind.GLOBAL, Kind.UNEVEN)
+"""Findings that name no slow rank and that the first steps of any run may show by chance."""
 
 
 class Stragglers:
@@ -108,7 +108,7 @@ class Stragglers:
         """Suspicions of the last window, in words."""
         self.began = time.monotonic()
         self.early: dict[Kind, Finding] = {}
-        """What the first SHORT_S showed about all ranks, by kind: the newest finding."""
+        """The newest EARLY finding of each kind in the first SHORT_S."""
         self.shown: Measures | None = None
         self.next_live = 0.0
 
@@ -148,10 +148,10 @@ class Stragglers:
         return [NodeCommand(node, Message("look")) for node in sorted({self.run.nodes[rank] for rank in suspects})]
 
     def timely(self, found: list[Finding]) -> list[Finding]:
-        """Holds back findings about all ranks in the first SHORT_S; then adds those that have lasted."""
+        """Holds back EARLY findings in the first SHORT_S; then adds those that have lasted."""
         if time.monotonic() - self.began < SHORT_S:
-            self.early |= {each.kind: each for each in found if each.kind in OF_ALL}
-            return [each for each in found if each.kind not in OF_ALL]
+            self.early |= {each.kind: each for each in found if each.kind in EARLY}
+            return [each for each in found if each.kind not in EARLY]
         lasted = [each for each in self.early.values() if each.state is FindingState.CONFIRMED]
         self.early.clear()
         return [*lasted, *found]

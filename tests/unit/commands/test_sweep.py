@@ -60,7 +60,7 @@ def test_each_point_is_run_and_finished_ones_are_skipped(runs, capsys):
     assert runs.started == [("0", 2), ("1", 2), ("2", 2)]
     said = capsys.readouterr()
     assert "run 2 of 3: seed 1" in said.err
-    assert "best final_loss first" in said.out
+    assert "Best training loss first" in said.out
     assert sweep("-n", "2") == 0
     assert len(runs.started) == 3
     assert "3 of 3 runs have finished already" in capsys.readouterr().err

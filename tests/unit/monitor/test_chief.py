@@ -107,8 +107,8 @@ def test_the_end_of_a_finding_that_blames_no_rank_is_said_only_if_it_lasted(tmp_
     assert [event["state"] for event in events_of(tmp_path)] == ["confirmed", "cleared"] * 3
 
 
-@pytest.mark.parametrize("kind", [Kind.ROTATING, Kind.IMBALANCE, Kind.GLOBAL])
-def test_what_the_first_minute_shows_of_all_ranks_is_said_only_if_it_lasts(tmp_path, monkeypatch, kind):
+@pytest.mark.parametrize("kind", [Kind.ROTATING, Kind.IMBALANCE, Kind.GLOBAL, Kind.UNEVEN])
+def test_what_the_first_minute_shows_by_chance_is_said_only_if_it_lasts(tmp_path, monkeypatch, kind):
     """A training of 1.2 s was told that pauses on changing ranks cost 11% of its time."""
     clock = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
@@ -121,8 +121,9 @@ def test_what_the_first_minute_shows_of_all_ranks_is_said_only_if_it_lasts(tmp_p
         chief.stragglers.decide(window)
         return said[before:]
 
-    confirmed = Finding(kind, FindingState.CONFIRMED, 1, cost=0.2, slowdown=0.2)
-    cleared = Finding(kind, FindingState.CLEARED, 2)
+    named = ((1,), ("n1",)) if kind is Kind.UNEVEN else ()
+    confirmed = Finding(kind, FindingState.CONFIRMED, 1, *named, cost=0.2, slowdown=0.2)
+    cleared = Finding(kind, FindingState.CLEARED, 2, *named)
     slow = Finding(Kind.RANK, FindingState.CONFIRMED, 1, (2,), ("n1",), slowdown=0.2, cost=0.1)
     assert judged(1.0, confirmed) == [] and judged(2.0, cleared) == [] and judged(61.0) == [], "it did not last"
     assert len(judged(62.0, confirmed, cleared)) == 1, "later, it is said at once"

@@ -15,10 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.commands.report import print_comparison
 from hpctrain.errors import Code, ExitCode, UserError
 from hpctrain.report import drawing, page
-from hpctrain.report.compare import compare, differences
+from hpctrain.report.compare import compare, differences, tables
 from hpctrain.report.explain import explain
 from hpctrain.report.plots import shrink, thin, time_unit
 from hpctrain.report.summary import make_spans, rank_hours, summarize
@@ -315,14 +314,20 @@ def test_comparison_of_two_folders(tmp_path):
     assert result["results"]["final_loss"] == [1, 2]
     assert result["results"]["accuracy"] == [0.1, 0.2]
     assert len(set(result["runs"])) == 2
+    rows = dict(tables(result))["Results"]
+    names = [name for name, *_ in rows]
+    assert ["training loss", "1", "2"] in rows and ["validation accuracy", "0.1", "0.2"] in rows
+    assert not any("_" in name for name in names), "words, not the keys of --json"
 
 
-def test_a_comparison_takes_values_as_they_are(capsys):
-    print_comparison(
-        {"runs": ["a[/x]", "b"], "configuration": {"task_args.data": ["[/data/x]", "v[red]"]}, "results": {}}
-    )
-    said = capsys.readouterr().out
-    assert "a[/x]" in said and "[/data/x]" in said and "v[red]" in said
+def test_a_comparison_takes_values_as_they_are(tmp_path, cli):
+    made = {name: folder(tmp_path / str(place), trained(1)) for place, name in enumerate(("a[/x]", "v[red]"))}
+    for name, run in made.items():
+        run.run_yaml.write_text(f"name: {name!r}\ntask_args: {{data: {name!r}}}\n")
+    said = cli("compare", *(run.path for run in made.values()), "-o", tmp_path / "page.html").out
+    assert "a[/x]" in said and "v[red]" in said and "task_args.data" in said
+    html = (tmp_path / "page.html").read_text()
+    assert "What differs in the run files" in html and "training loss" in html and "v[red]" in html
 
 
 def test_pictures_need_a_folder(tmp_path):
@@ -332,19 +337,22 @@ def test_pictures_need_a_folder(tmp_path):
         page.save_pictures(sections, tmp_path / "plots")
 
 
-def test_every_chart_of_the_page_is_a_picture_too(tmp_path, cli):
-    run_dir = folder(tmp_path, *(trained(step) for step in range(1, 6)), info={"attempts": [attempt(1, 0, 6, **DONE)]})
+@pytest.mark.parametrize(("end", "heat"), [(99, {"heat"}), (6, set())], ids=["long", "short: its heat map is noise"])
+def test_every_chart_of_the_page_is_a_picture_too(tmp_path, cli, end, heat):
+    attempts = [attempt(1, 0, end, **DONE)]
+    run_dir = folder(tmp_path, *(trained(step) for step in range(1, 6)), info={"attempts": attempts})
     np.savez(run_dir.monitor / "heat.npz", excess=np.ones((2, 3)))
     html, *pictures = map(Path, cli("report", run_dir.path, "--svg", tmp_path / "plots").out.split())
     shown = set(re.findall(r'<section id="(\w+)"', html.read_text()))
-    assert {path.stem for path in pictures} == shown and {"loss", "phases", "heat", "attempts"} <= shown
+    assert {path.stem for path in pictures} == shown and {"loss", "phases", "attempts"} <= shown
+    assert shown & {"heat"} == heat
     assert all("<path" in path.read_text() for path in pictures)
 
 
 def test_without_matplotlib_the_report_has_tables_and_the_line_to_install_it(tmp_path, cli, monkeypatch):
     for module in (drawing, page):
         monkeypatch.setattr(module, "can_draw", lambda: False)
-    run_dir = folder(tmp_path, *(trained(step) for step in range(1, 6)), info={"attempts": [attempt(1, 0, 6, **DONE)]})
+    run_dir = folder(tmp_path, *(trained(step) for step in range(1, 6)), info={"attempts": [attempt(1, 0, 99, **DONE)]})
     np.savez(run_dir.monitor / "heat.npz", excess=np.array([[0.0, 0.0, 0.0], [0.0, 0.5, 0.5]]))
     said = cli("report", run_dir.path)
     assert said.out.strip().endswith("report.html") and "pip install 'hpctrain[report]'" in said.err

@@ -116,7 +116,7 @@ def test_a_hang_stands_until_a_step_is_made():
 )
 def test_a_stop_for_the_time_limit_is_no_persons(code, text):
     (warned,) = progress(event("stop_requested", 5, by="ada", code=code)).warnings
-    assert warned.text == text
+    assert warned.text == text and warned.is_orderly
 
 
 def test_warnings_are_the_newest():

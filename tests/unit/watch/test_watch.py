@@ -320,6 +320,18 @@ def test_recoveries_are_shown_with_where_the_time_went():
     assert (told["seconds"], shown.plain()["account"]["goodput"]) == (2.0, 0.1)
 
 
+def test_a_stop_that_was_asked_for_is_not_red():
+    asked = event("stop_requested", 5, at=NOW - 80, by="ada", code="time_limit")
+    failed = event("checkpoint_failed", 6, at=NOW - 70, error="disk full")
+    made = progress(event("run_started", 0, at=NOW - 100), asked, failed)
+    lines = draw(make(RunSnapshot(Path("/runs/wave"), "id", {}, (), made), NOW), 100, 30)
+    styles = {line.plain.partition(": ")[2]: str(line.style) for line in lines if "attempt 1, step" in line.plain}
+    assert styles == {
+        "asked to stop before the time limit": "",
+        "the checkpoint could not be written: disk full": "red",
+    }
+
+
 def test_ranks_are_shown_with_their_gpus():
     device = {"rank": 1, "peak_bytes": 2.0**36, "busy": 0.98, "watts": 640.4, "mhz": 1980.0, "slowed": ["heat"]}
     lines = text(view(live=maker(LiveWindow)(live(2) | {"devices": [device]}))).splitlines()
