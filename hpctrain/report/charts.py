@@ -133,7 +133,7 @@ def heat_chart(title: str, percent: NDArray[np.float64]) -> Chart:
         finite = percent[np.isfinite(percent)]
         low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
         _cells(axes, percent, max(high, -low, FAINT), "auto")
-        axes.set_xlabel(f"window of the monitor; orange: longer, blue: shorter ({low:.0f}% to {high:+.0f}%)", loc="left")
+        axes.set_xlabel(f"window; orange: longer, blue: shorter ({low:.0f}% to {high:+.0f}%)", loc="left")
         axes.set_ylabel("rank")
 
     return Chart(title, draw, height=1.2 + 0.05 * min(len(percent), TALLEST))

@@ -53,7 +53,7 @@ def label(result: str) -> str:
 
 
 def tables(compared: Mapping[str, Any]) -> list[tuple[str, list[list[str]]]]:
-    """Titles and rows, for people, of what ``compare`` returned; a row begins with its name. What is empty is left out."""
+    """Titles and rows, for people, of what ``compare`` returned, without what is empty; a row begins with its name."""
 
     def rows(part: str) -> list[list[str]]:
         known = {key: values for key, values in compared[part].items() if values.count(None) < len(values)}
