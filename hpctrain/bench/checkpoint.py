@@ -29,6 +29,7 @@ from hpctrain.checkpoint.saver import Saver, array_tensors
 from hpctrain.checkpoint.store import CheckpointStore, open_saver
 from hpctrain.errors import ExitCode
 from hpctrain.system import foreign_text
+from hpctrain.system.arrays import Bytes
 from hpctrain.system.quantities import positive
 
 Arrays = Mapping[str, NDArray[np.float32]]
@@ -148,7 +149,7 @@ def copy(arrays: Arrays, buffers: Arrays) -> None:
         np.copyto(buffers[name], array)
 
 
-def write_raw(path: Path, data: NDArray[np.uint8]) -> None:
+def write_raw(path: Path, data: Bytes) -> None:
     """Writes the bytes and syncs, with as many threads as a checkpoint uses."""
     with created(path) as descriptor, ThreadPoolExecutor(threads(data.size)) as workers:
         begins = range(0, data.size, BLOCK_BYTES)

@@ -17,7 +17,6 @@ from typing import Any
 
 import h5py
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.bench.ranks import existing_folder
 from hpctrain.data.formats.sources import open_dataset
@@ -27,9 +26,10 @@ from hpctrain.data.packing.write import write_hdf5
 from hpctrain.data.pipeline import TrainingData
 from hpctrain.errors import ExitCode
 from hpctrain.system import foreign_text
+from hpctrain.system.arrays import Ints
 from hpctrain.system.quantities import positive
 
-Read = Callable[[NDArray[np.int64]], object]
+Read = Callable[[Ints], object]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

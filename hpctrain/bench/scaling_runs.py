@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.config.loading import dump
 from hpctrain.config.sections import CheckpointConfig, Config, EarlyStopConfig, TrackConfig
@@ -26,6 +25,7 @@ from hpctrain.run.folder import RunDir
 from hpctrain.run.run_status import Outcome
 from hpctrain.run.run_view import RunView
 from hpctrain.system import foreign_text, python
+from hpctrain.system.arrays import Floats
 from hpctrain.system.files import write_atomically
 
 INTERVALS = 12
@@ -59,11 +59,11 @@ class Timing:
 
     shape: Shape
     global_batch: int
-    parts: NDArray[np.float64]
+    parts: Floats
     """float64[intervals, 4]: mean seconds per step of each of PARTS, by interval."""
 
     @property
-    def typical(self) -> NDArray[np.float64]:
+    def typical(self) -> Floats:
         """float64[4]: seconds of each part, mean over the intervals between the quartiles of the step time.
 
         Unlike medians, these parts add up to the step.

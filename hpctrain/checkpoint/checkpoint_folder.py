@@ -12,9 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from hpctrain.checkpoint.format import manifest as manifest_file
 from hpctrain.checkpoint.format import shard_index
 from hpctrain.checkpoint.format.durable_files import listed, make_durable_folder, open_regular, write_durably
@@ -30,6 +27,7 @@ from hpctrain.checkpoint.read_retry import patiently
 from hpctrain.comm.group import Group
 from hpctrain.errors import Code, RunFailed, UserError
 from hpctrain.run.folder import PARTIAL, name_of_step, step_named
+from hpctrain.system.arrays import Bytes
 from hpctrain.system.files import sync
 
 TRASH = ".trash-"
@@ -118,7 +116,7 @@ class CheckpointFolder:
         make_durable_folder(self.path)
         partial.mkdir(exist_ok=True)
 
-    def image(self, plan: Skeleton, allocate: Callable[..., NDArray[np.uint8]], number: int) -> ShardImage:
+    def image(self, plan: Skeleton, allocate: Callable[..., Bytes], number: int) -> ShardImage:
         """Allocate this process's staging memory ``number``. Raises MemoryError, OSError, RunFailed."""
         return ShardImage(plan, allocate)
 

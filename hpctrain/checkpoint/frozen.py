@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.checkpoint.format.durable_files import crc32, judged
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, converted
@@ -22,6 +21,7 @@ from hpctrain.checkpoint.lora import Weights
 from hpctrain.checkpoint.read_retry import patiently
 from hpctrain.checkpoint.weight_files import MODEL
 from hpctrain.errors import UserError
+from hpctrain.system.arrays import Array
 from hpctrain.train.saved_arrays import DerivedArrays, Place, SavedArrays, runs_of_rows
 from hpctrain.train.state import Placement, StateTensor
 
@@ -176,7 +176,7 @@ class FrozenSource(SavedArrays):
     def dtype_of(self, name: str) -> np.dtype[Any]:
         return ITEM_TYPES[self.named[name].dtype]
 
-    def part(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> NDArray[Any]:
+    def part(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> Array:
         one, (arrays, dtypes) = self.named[name], self.weights
         return converted(arrays.part(one.there, begin, shape), dtypes[one.there], one.dtype)
 
@@ -211,7 +211,7 @@ class LeftOut:
 
     def _samples(self, tensors: Iterable[StateTensor]) -> dict[str, list[int | None]]:
         """Checksums of some rows of each of this rank's parts, by name; None for what is trained."""
-        taken: list[tuple[str, NDArray[Any] | None]] = []
+        taken: list[tuple[str, Array | None]] = []
         for tensor in tensors:
             if tensor.name not in self.record.weights:
                 continue

@@ -11,7 +11,6 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import h5py
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.checkpoint.export import AVERAGE
 from hpctrain.checkpoint.format.durable_files import is_absent
@@ -25,6 +24,7 @@ from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.weight_files import MODEL, joined, opened_files
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError, file_errors
+from hpctrain.system.arrays import Array
 from hpctrain.system.retry import files_patiently
 from hpctrain.train.framework import StateSource
 from hpctrain.train.saved_arrays import DerivedArrays, Place, SavedArrays, lies_in, require_inside
@@ -123,7 +123,7 @@ def load_weights(
             places[name] = weights.arrays, old_names[name.removeprefix(prefix)]
     dtypes = {it.name: it.dtype for it in state}
 
-    def fitting(name: str, array: NDArray[Any]) -> NDArray[Any]:
+    def fitting(name: str, array: Array) -> Array:
         where, old = places[name]
         return array if where is present else converted(array, weights.dtypes[old], dtypes[name])
 
@@ -155,7 +155,7 @@ def with_weights(path: str, use: Callable[[Weights, str], T], group: Group) -> T
         return use(weights, os.path.abspath(path))
     found: list[T] = []
 
-    def take(loaded: Loaded) -> dict[str, NDArray[Any]]:
+    def take(loaded: Loaded) -> dict[str, Array]:
         found.append(use(joined([Weights(loaded.arrays, loaded.dtypes)], MODEL), os.path.abspath(loaded.path)))
         return {}
 
@@ -176,7 +176,7 @@ class PresentState(SavedArrays):
             self.state[tensor.name] = tensor
             self.parts.setdefault(tensor.name, []).append(tensor)
 
-    def __getitem__(self, name: str) -> NDArray[Any]:
+    def __getitem__(self, name: str) -> Array:
         return value_of(self.state[name])
 
     def shape_of(self, name: str) -> tuple[int, ...]:
@@ -189,7 +189,7 @@ class PresentState(SavedArrays):
     def is_current(self, name: str) -> bool:
         return True
 
-    def part(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> NDArray[Any]:
+    def part(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> Array:
         require_inside(name, begin, shape, self.shape_of(name))
         inner = [tuple(map(int.__sub__, begin, it.cut.begin)) if it.cut else begin for it in self.parts[name]]
         held = zip(self.parts[name], inner, strict=True)

@@ -8,17 +8,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.checkpoint.reading import Loaded
 from hpctrain.errors import UserError
+from hpctrain.system.arrays import Array, Bytes
 from hpctrain.train.saved_arrays import numbers_of
 from hpctrain.train.tree import FLOATS, INTEGERS, STRUCTURE, put_together
 
-Reads = dict[str, tuple[Callable[[], NDArray[Any]], str]]
+Reads = dict[str, tuple[Callable[[], Array], str]]
 """(function that reads the array, logical type) by name."""
 NUMBERS = (STRUCTURE, INTEGERS, FLOATS)
 """Names of the tensors that hold an object's state apart from its arrays."""
@@ -55,13 +54,13 @@ class Difference:
     """Number of values that differ bitwise, for ``values``."""
 
 
-def numbers(array: NDArray[Any], dtype: str) -> NDArray[Any]:
+def numbers(array: Array, dtype: str) -> Array:
     """Convert values for arithmetic: bfloat16 to float32, others to float64 or complex128."""
     return numbers_of(array, dtype) if dtype == "bfloat16" else array.astype(np.result_type(array, np.float64))
 
 
 @np.errstate(all="ignore")
-def summarize(name: str, array: NDArray[Any], dtype: str) -> Summary:
+def summarize(name: str, array: Array, dtype: str) -> Summary:
     """Summarize a tensor, a complex one by its magnitudes."""
     values = numbers(array, dtype)
     values = np.abs(values) if values.dtype.kind == "c" else values
@@ -103,7 +102,7 @@ def everything(loaded: Loaded) -> Reads:
 def object_texts(loaded: Loaded) -> dict[str, str]:
     """Objects' states as JSON, by the name of the structure tensor; see train.tree."""
     ranks = sorted({rank for values in loaded.of_ranks.values() for rank in values})
-    views: list[tuple[str, Mapping[str, NDArray[Any]]]] = [("", loaded.arrays)]
+    views: list[tuple[str, Mapping[str, Array]]] = [("", loaded.arrays)]
     for rank in ranks:
         own = {name: values[rank] for name, values in loaded.of_ranks.items() if rank in values}
         views.append((f" (rank {rank})", own))
@@ -147,7 +146,7 @@ def compare(name: str, first: Reads, second: Reads) -> Difference | None:
     return Difference(name, "values", float(finite.max()) if finite.size else None, changed)
 
 
-def bits(array: NDArray[Any]) -> NDArray[np.uint8]:
+def bits(array: Array) -> Bytes:
     """The bytes of an array as uint8[values, bytes per value]."""
     return np.ascontiguousarray(array).reshape(-1, 1).view(np.uint8)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.errors import UserError
+from hpctrain.system.arrays import Array
 from hpctrain.train.saved_arrays import DerivedArrays, SavedArrays, as_saved, items_of, numbers_of
 
 DOWN = re.compile(r"(?P<layer>.+)\.lora_A(?P<rest>(\.[^.]+)?(\.weight)?)")
@@ -46,7 +46,7 @@ def without_adapters(name: str) -> str:
     return TRAINED_WHOLE.sub("", name.removeprefix(WRAPPER).replace(FROZEN, ".")).replace(REPLACED, ".")
 
 
-def merge_lora(weights: Mapping[str, NDArray[Any]], dtypes: Mapping[str, str], alpha: float) -> Weights:
+def merge_lora(weights: Mapping[str, Array], dtypes: Mapping[str, str], alpha: float) -> Weights:
     """Merge adapters of PyTorch linear layers, under the model's names without adapters: ``X.base_layer.weight``
     becomes ``X.weight``.
 
@@ -100,7 +100,7 @@ class MergedArrays(DerivedArrays):
         self.adapters = adapters
         self.alpha = alpha
 
-    def part(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> NDArray[Any]:
+    def part(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> Array:
         own = self.arrays.part(name, begin, shape)
         if name not in self.adapters:
             return own

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
-
-from numpy.typing import NDArray
 
 from hpctrain.checkpoint.format.durable_files import crc32
 from hpctrain.checkpoint.format.layout import TensorSpec, check_tensors
@@ -15,6 +12,7 @@ from hpctrain.checkpoint.reading import Loaded
 from hpctrain.checkpoint.resume_compat import is_accepted
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError, foreign_errors
+from hpctrain.system.arrays import Array
 from hpctrain.system.user_errors import own_line, words
 from hpctrain.train.state import Placement, StateTensor
 from hpctrain.train.stateful import HOOKS, STATE, Kept, Splits, value_of
@@ -144,12 +142,12 @@ def give(one: Kept, placement: str, loaded: Loaded, leaves: Leaves, group: Group
         yield f"{one.label} of {old} ranks is split over {group.size}"
 
 
-def below(name: str, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+def below(name: str, arrays: Mapping[str, Array]) -> dict[str, Array]:
     """The arrays of an object, by name without the object's prefix."""
     return {full.removeprefix(f"{name}/"): each for full, each in arrays.items() if full.startswith(f"{name}/")}
 
 
-def of_rank(name: str, loaded: Loaded, rank: int) -> dict[str, NDArray[Any]]:
+def of_rank(name: str, loaded: Loaded, rank: int) -> dict[str, Array]:
     """An object's state on a saved rank, if the number of ranks differs."""
     return below(name, {full: values[rank] for full, values in loaded.of_ranks.items() if rank in values})
 

@@ -6,13 +6,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from hpctrain.checkpoint.contents import Contents
 from hpctrain.checkpoint.reading import Loaded, NotUsed
 from hpctrain.comm.step_vote import StepVote
 from hpctrain.run.events import Event
+from hpctrain.system.arrays import Bytes
 from hpctrain.train.hooks import Training
 from hpctrain.train.state import StateTensor
 
@@ -44,9 +42,7 @@ class CheckpointPlace:
     def place_of(self, folder: Path) -> tuple[str, str] | None:
         """The tier's name, and where a folder of ``found`` is, for messages; None for other folders."""
 
-    def take_over(
-        self, loaded: Loaded | None, fresh: bool, allocate: Callable[[int], NDArray[np.uint8]]
-    ) -> Iterable[str]:
+    def take_over(self, loaded: Loaded | None, fresh: bool, allocate: Callable[[int], Bytes]) -> Iterable[str]:
         """Begin to keep this attempt's checkpoints; of older ones, at least the one resumed from is kept.
 
         Args:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.checkpoint.checkpoint_folder import CheckpointFolder
 from hpctrain.checkpoint.format import layout
@@ -27,6 +26,7 @@ from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from hpctrain.run import resolve_run
 from hpctrain.run.folder import name_of_step, step_named
+from hpctrain.system.arrays import Array, Bytes
 from hpctrain.system.user_errors import own_line, words
 from hpctrain.train.saved_arrays import HeldArrays, SavedArrays, merge, require_inside
 from hpctrain.train.stateful import STATE
@@ -65,13 +65,13 @@ class Loaded:
     """Logical types by name."""
     rejected: tuple[NotUsed, ...] = ()
     """Newer checkpoints that are damaged, newest first."""
-    of_ranks: Mapping[str, Mapping[int, NDArray[Any]]] = field(default_factory=dict)
+    of_ranks: Mapping[str, Mapping[int, Array]] = field(default_factory=dict)
     """The task's rank-local state by name and saved rank, if the number of ranks differs from the saved one."""
     source: FrozenSource | None = None
     """Source of the frozen weights that it left out, which ``arrays`` reads on access."""
 
 
-Use = Callable[[Loaded], Mapping[str, NDArray[Any]]]
+Use = Callable[[Loaded], Mapping[str, Array]]
 """use(loaded) reads what it needs from a checkpoint whose arrays are read on access, and returns the arrays to keep."""
 
 
@@ -125,9 +125,9 @@ def load_newest(
     raise layout.DamagedCheckpoint(f"{folders[-1].parent} has no intact checkpoint: {reasons}", fix)
 
 
-Arrays = dict[str, NDArray[Any]]
+Arrays = dict[str, Array]
 """Arrays by name."""
-OfRanks = dict[str, dict[int, NDArray[Any]]]
+OfRanks = dict[str, dict[int, Array]]
 """Rank-local arrays by name and rank."""
 
 
@@ -242,7 +242,7 @@ class LoadCandidate:
         shards = self.manifest.shards
         kept = [own_pieces(shard) if self.own_rank is None else [] for shard in shards]
 
-        def look(index: int) -> NDArray[np.uint8]:
+        def look(index: int) -> Bytes:
             check(self.folder, shards[index])
             with closing(ShardFiles(self.folder)) as files:
                 values = [files.read_whole(shards[index], stored) for stored in kept[index]]
@@ -267,7 +267,7 @@ class LoadCandidate:
         """Let each rank read what it needs; if one cannot, ranks exchange all shards instead. Collective."""
         mine: Exception | None = None
         problem: tuple[str, str, str] | None = None
-        kept: Mapping[str, NDArray[Any]] = {}
+        kept: Mapping[str, Array] = {}
         with closing(LoadedArrays(self.folder, self.manifest, self.own_rank, own.merged)) as contents:
             view = self.loaded(contents, own.of_ranks)
             try:
@@ -331,12 +331,12 @@ def own_state_of(of_ranks: OfRanks, rank: int, saved: Manifest) -> OwnState:
     return OwnState(merged, {name: values for name, values in of_ranks.items() if name.startswith(STATE)})
 
 
-def same(values: Mapping[int, NDArray[Any]]) -> bool:
+def same(values: Mapping[int, Array]) -> bool:
     """Whether all ranks' values are bitwise identical; values whose structure is can be merged."""
     return len({value.tobytes() for value in values.values()}) < 2
 
 
-def take(shard: layout.Shard, image: NDArray[np.uint8], arrays: Arrays, of_ranks: OfRanks, rank: int | None) -> None:
+def take(shard: layout.Shard, image: Bytes, arrays: Arrays, of_ranks: OfRanks, rank: int | None) -> None:
     """Add replicated values and those of ``rank`` to ``arrays``; without ``rank``, rank-local ones to ``of_ranks``."""
     for stored in shard.pieces:
         piece, tensor = stored.piece, stored.piece.tensor
@@ -369,8 +369,8 @@ class LoadedArrays(SavedArrays):
         folder: Path,
         manifest: Manifest,
         rank: int | None,
-        merged: Mapping[str, NDArray[Any]],
-        patience: Callable[[Callable[[], NDArray[Any]]], NDArray[Any]] = lambda read: read(),
+        merged: Mapping[str, Array],
+        patience: Callable[[Callable[[], Array]], Array] = lambda read: read(),
     ) -> None:
         self.files = ShardFiles(folder)
         self.merged = merged
@@ -395,7 +395,7 @@ class LoadedArrays(SavedArrays):
     def dtype_of(self, name: str) -> np.dtype[Any]:
         return self.merged[name].dtype if name in self.merged else ITEM_TYPES[self.names[name].dtype]
 
-    def part(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> NDArray[Any]:
+    def part(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> Array:
         require_inside(name, begin, shape, self.shape_of(name))
         wanted = Box(tuple(begin), tuple(shape))
         return self.merged[name][wanted.index] if name in self.merged else self._read(name, wanted)
@@ -404,10 +404,10 @@ class LoadedArrays(SavedArrays):
         """Close the files; the next access opens them again."""
         self.files.close()
 
-    def _read(self, name: str, wanted: Box) -> NDArray[Any]:
+    def _read(self, name: str, wanted: Box) -> Array:
         return self.patience(lambda: self._read_once(name, wanted))
 
-    def _read_once(self, name: str, wanted: Box) -> NDArray[Any]:
+    def _read_once(self, name: str, wanted: Box) -> Array:
         out = self.files.allocate(wanted.shape, self.names[name].dtype)
         for shard, stored in self.pieces[name]:
             self.files.read(shard, stored, wanted, out)

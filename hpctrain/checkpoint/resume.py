@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from numpy.typing import NDArray
-
 from hpctrain.checkpoint.format.durable_files import REFUSED, judged
 from hpctrain.checkpoint.place import CheckpointPlace
 from hpctrain.checkpoint.read_retry import patiently
@@ -17,6 +15,7 @@ from hpctrain.checkpoint.reading import Loaded, load_newest, step_of
 from hpctrain.checkpoint.resume_compat import differences, in_words, refuse_changes
 from hpctrain.checkpoint.store import CheckpointStore, load_framework
 from hpctrain.errors import UserError
+from hpctrain.system.arrays import Array
 from hpctrain.train.framework import StateSource
 from hpctrain.train.state import TrainState
 from hpctrain.train.stateful import make_equal
@@ -72,7 +71,7 @@ def resume(
         return None
     candidates.sort(key=step_of, reverse=True)
 
-    def take(loaded: Loaded) -> dict[str, NDArray[Any]]:
+    def take(loaded: Loaded) -> dict[str, Array]:
         if "identity" not in loaded.meta or "state" not in loaded.meta:
             fix = "choose another run_dir, or begin with --fresh"
             raise UserError(f"{loaded.path} is not from a training run", fix)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format.boxes import Box
@@ -17,6 +16,7 @@ from hpctrain.checkpoint.format.shard_reading import Checks, OpenPiece, RecentBl
 from hpctrain.checkpoint.format.strict_json import JsonReader, parse_json, to_json
 from hpctrain.checkpoint.read_retry import patiently
 from hpctrain.errors import UserError
+from hpctrain.system.arrays import Array
 from hpctrain.train.saved_arrays import SavedArrays, as_saved, require_inside, runs_of_rows
 
 CODES = {
@@ -40,9 +40,7 @@ MAX_HEADER_BYTES = 100_000_000
 """The format's limit."""
 
 
-def encode(
-    arrays: Mapping[str, NDArray[Any]], dtypes: Mapping[str, str], metadata: Mapping[str, str]
-) -> Iterator[bytes]:
+def encode(arrays: Mapping[str, Array], dtypes: Mapping[str, str], metadata: Mapping[str, str]) -> Iterator[bytes]:
     """Yield the file's bytes in consecutive parts; arrays are read by rows.
 
     Args:
@@ -126,11 +124,11 @@ class FileArrays(SavedArrays):
     def dtype_of(self, name: str) -> np.dtype[Any]:
         return layout.ITEM_TYPES[self.pieces[name].piece.tensor.dtype]
 
-    def part(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> NDArray[Any]:
+    def part(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> Array:
         require_inside(name, begin, shape, self.shape_of(name))
         return patiently(lambda: self._read_once(name, Box(begin, shape)))
 
-    def _read_once(self, name: str, wanted: Box) -> NDArray[Any]:
+    def _read_once(self, name: str, wanted: Box) -> Array:
         with reading(self.path) as descriptor:
             out = np.empty(wanted.shape, self.dtype_of(name))
             OpenPiece(descriptor, self.path, self.pieces[name], Checks()).read_part(wanted, out, self.recent)

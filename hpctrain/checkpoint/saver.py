@@ -19,7 +19,7 @@ from threading import Event
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from hpctrain.checkpoint.checkpoint_folder import CheckpointFolder
 from hpctrain.checkpoint.format.boxes import Coordinates
@@ -29,6 +29,7 @@ from hpctrain.checkpoint.format.shard import ShardImage, Skeleton, host_buffer, 
 from hpctrain.checkpoint.writer_shares import place_in, share_of
 from hpctrain.comm.step_vote import SaveVote, StepVote
 from hpctrain.errors import Code, HpctrainError, NoRequeue, Replaced, RunFailed, code_of
+from hpctrain.system.arrays import Array, Bytes
 from hpctrain.train.framework import SPOILED_FIX
 from hpctrain.train.state import ArrayTensor, Cut, Placement, StateTensor, Tiling
 
@@ -139,7 +140,7 @@ class Saver:
         folder: CheckpointFolder,
         writers: Sequence[int],
         token: str,
-        allocate: Callable[[int], NDArray[np.uint8]] = host_buffer,
+        allocate: Callable[[int], Bytes] = host_buffer,
     ) -> None:
         self.folder = folder
         self.group = folder.group
@@ -402,7 +403,7 @@ def array_tensors(arrays: Mapping[str, ArrayLike], rank_arrays: Mapping[str, Arr
     ]
 
 
-def host_array(value: ArrayLike) -> NDArray[Any]:
+def host_array(value: ArrayLike) -> Array:
     """Convert to a NumPy array in native byte order."""
     array = np.asarray(value)
     return array.astype(array.dtype.newbyteorder("="), copy=False)

@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.checkpoint.format.durable_files import write_at
 from hpctrain.checkpoint.format.paced_write import BLOCK_BYTES, Dropped
@@ -32,6 +31,7 @@ from hpctrain.errors import HpctrainError, StoreDown
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir, step_named
 from hpctrain.system import cgroups
+from hpctrain.system.arrays import Bytes
 from hpctrain.system.files import make_private
 from hpctrain.system.retry import files_patiently
 
@@ -89,7 +89,7 @@ class MemoryStore(SnapshotStore):
         left, free = cgroups.memory_left(), super().free_bytes(partial)
         return free if left is None else min(left // (2 if self.send else 1), free)
 
-    def image(self, plan: Skeleton, allocate: Callable[..., NDArray[np.uint8]], number: int) -> ShardImage:
+    def image(self, plan: Skeleton, allocate: Callable[..., Bytes], number: int) -> ShardImage:
         # The node's ranks check at the same time, before any of them has allocated, so require room for all.
         self.require_room(self.path, (plan.num_bytes + SPARE_BYTES) * self.local.size)
         return SealedImage(plan, allocate, self.path / f"{STAGING}{self.group.rank}-{number}", self.file_mode)
@@ -216,7 +216,7 @@ class SealedImage(ShardImage):
 
     keeps = True
 
-    def __init__(self, plan: Skeleton, allocate: Callable[..., NDArray[np.uint8]], file: Path, mode: int) -> None:
+    def __init__(self, plan: Skeleton, allocate: Callable[..., Bytes], file: Path, mode: int) -> None:
         self.file = file
         file.unlink(missing_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from hpctrain.checkpoint.checkpoint_folder import CheckpointFolder
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
@@ -22,6 +21,7 @@ from hpctrain.checkpoint.weight_files import MODEL
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from hpctrain.run.resolve_run import BEST
+from hpctrain.system.arrays import Array, Bytes
 from hpctrain.train.framework import StateSource
 from hpctrain.train.stateful import HOOKS, STATE, Kept
 
@@ -147,7 +147,7 @@ def no_best(where: str) -> UserError:
 def open_saver(
     store: CheckpointStore,
     writers: Sequence[int] | None = None,
-    allocate: Callable[[int], NDArray[np.uint8]] = host_buffer,
+    allocate: Callable[[int], Bytes] = host_buffer,
 ) -> Saver:
     """Create a saver for the ranks of a store's group. Collective.
 
@@ -161,7 +161,7 @@ def open_saver(
     return Saver(store, among, token, allocate)
 
 
-def load_framework(framework: StateSource, loaded: Loaded) -> dict[str, NDArray[Any]]:
+def load_framework(framework: StateSource, loaded: Loaded) -> dict[str, Array]:
     """Load a framework's arrays, one at a time in memory, and return those of hooks and other objects."""
     framework.load(loaded.arrays)
     return {name: loaded.arrays[name] for name in loaded.arrays if name.startswith((HOOKS, STATE))}

@@ -14,9 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from hpctrain.checkpoint.contents import Contents
 from hpctrain.checkpoint.place import CheckpointPlace
 from hpctrain.checkpoint.policy import Cost, Policy, Retention, policy_of_tier
@@ -33,6 +30,7 @@ from hpctrain.config.sections import CheckpointConfig
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.events import Event, SnapshotSaved
 from hpctrain.system import shared_memory
+from hpctrain.system.arrays import Bytes
 from hpctrain.train.hooks import Training
 from hpctrain.train.state import StateTensor
 
@@ -57,7 +55,7 @@ class Tier:
     last_s: float = field(default_factory=time.monotonic)
     is_due: bool = False
 
-    def open(self, allocate: Callable[[int], NDArray[np.uint8]], world: World) -> str | None:
+    def open(self, allocate: Callable[[int], Bytes], world: World) -> str | None:
         """Start to take snapshots. Returns why there are no copies, or None. Collective."""
         self.saver = open_saver(self.store, allocate=allocate)
         if not self.copies:
@@ -144,7 +142,7 @@ class Tiers(CheckpointPlace):
     def place_of(self, folder: Path) -> tuple[str, str] | None:
         return next(((tier.name, str(folder)) for tier in self.tiers if tier.home in folder.parents), None)
 
-    def take_over(self, loaded: Loaded | None, fresh: bool, allocate: Callable[[int], NDArray[np.uint8]]) -> list[str]:
+    def take_over(self, loaded: Loaded | None, fresh: bool, allocate: Callable[[int], Bytes]) -> list[str]:
         """Remove all snapshots except the one resumed from, which becomes this attempt's; returns warnings to print."""
         resumed = loaded.path if loaded else None
         run_dir, node, is_first = self.attempts.run_dir.path, self.world.node, self.world.local_rank == 0

@@ -6,9 +6,6 @@ import os
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-from numpy.typing import NDArray
 
 from hpctrain.checkpoint import safetensors
 from hpctrain.checkpoint.format.durable_files import is_absent, reading
@@ -17,6 +14,7 @@ from hpctrain.checkpoint.format.strict_json import JsonReader, parse_json
 from hpctrain.checkpoint.lora import Weights
 from hpctrain.checkpoint.read_retry import patiently
 from hpctrain.errors import UserError
+from hpctrain.system.arrays import Array
 from hpctrain.system.retry import files_patiently
 from hpctrain.train.saved_arrays import DerivedArrays, HeldArrays, Place
 
@@ -58,7 +56,7 @@ def weights_of_file(path: Path) -> Weights:
             fix = "save the weights as .safetensors"
             raise UserError(f"{path} is read with PyTorch, which is not installed", fix) from None
 
-        def read() -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
+        def read() -> tuple[dict[str, Array], dict[str, str]]:
             with reading(real) as descriptor, open(descriptor, "rb", closefd=False) as file:
                 return read_weights(file, real, ITEM_TYPES)
 

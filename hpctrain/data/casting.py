@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.errors import UserError
+from hpctrain.system.arrays import Array, Bools
 
 
-def fit(name: str, values: NDArray[Any], dtype: np.dtype[Any], begin: int) -> NDArray[Any]:
+def fit(name: str, values: Array, dtype: np.dtype[Any], begin: int) -> Array:
     """Cast the values, C-contiguous. Floats may be rounded; raises UserError if a value overflows, a whole number is
     rounded, or a fraction or an imaginary part is lost."""
     if values.dtype == dtype:
@@ -35,9 +35,9 @@ def fit(name: str, values: NDArray[Any], dtype: np.dtype[Any], begin: int) -> ND
     return cast
 
 
-def is_exact(floats: NDArray[Any], whole: NDArray[Any]) -> NDArray[np.bool_]:
+def is_exact(floats: Array, whole: Array) -> Bools:
     """Where floats hold these whole numbers exactly."""
     bounds = np.iinfo(whole.dtype)
     fits = (floats >= float(bounds.min)) & (floats < float(bounds.max) + 1)  # others have no defined cast
-    exact: NDArray[np.bool_] = fits & (np.where(fits, floats, 0).astype(whole.dtype) == whole)
+    exact: Bools = fits & (np.where(fits, floats, 0).astype(whole.dtype) == whole)
     return exact

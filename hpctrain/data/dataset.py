@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.errors import UserError, foreign_errors, refusal
+from hpctrain.system.arrays import Array, Ints
 
-Samples = dict[str, NDArray[Any]]
+Samples = dict[str, Array]
 """Arrays by field name, with the samples along the first axis. A ragged field, whose samples differ in shape, is an
 array of dtype object that holds one array per sample."""
 
@@ -43,13 +43,13 @@ class Field:
         """Bytes of one sample; a lower bound if the field is ragged."""
         return abs(int(np.prod(self.shape, dtype=np.int64))) * self.dtype.itemsize
 
-    def holds(self, array: NDArray[Any]) -> bool:
+    def holds(self, array: Array) -> bool:
         """Whether the array has this field's shape and dtype."""
         if self.dtype != array.dtype or len(self.shape) != array.ndim:
             return False
         return all(expected in (-1, found) for expected, found in zip(self.shape, array.shape, strict=True))
 
-    def make_rows(self, number: int) -> NDArray[Any]:
+    def make_rows(self, number: int) -> Array:
         """An uninitialized array for this number of samples, of dtype object if the field is ragged."""
         if self.is_ragged:
             return np.empty(number, object)
@@ -67,7 +67,7 @@ class Dataset(Protocol):
     def __len__(self) -> int:
         """Number of samples, at least 1."""
 
-    def read(self, indices: NDArray[np.int64]) -> Samples:
+    def read(self, indices: Ints) -> Samples:
         """Return the samples as new, writable, C-contiguous arrays of shape ``[len(indices), *field.shape]``, in the
         order of the indices; for a ragged field, as an array of dtype object and shape ``[len(indices)]``.
 
@@ -89,7 +89,7 @@ class SeededDataset(Dataset, Protocol):
     The model shares these generators, so only the training thread or worker processes read such a dataset.
     """
 
-    def read_seeded(self, indices: NDArray[np.int64], seeds: NDArray[np.int64]) -> Samples:
+    def read_seeded(self, indices: Ints, seeds: Ints) -> Samples:
         """Like ``read``, with all global generators (Python, NumPy, torch on the CPU) seeded before each sample.
 
         The generators' previous states are restored afterwards.
@@ -105,7 +105,7 @@ def is_ordered(dataset: Any) -> bool:
     return bool(getattr(getattr(dataset, "dataset", dataset), "ordered", True))
 
 
-def read_exclusively(dataset: Dataset, indices: NDArray[np.int64], seeds: Callable[[], NDArray[np.int64]]) -> Samples:
+def read_exclusively(dataset: Dataset, indices: Ints, seeds: Callable[[], Ints]) -> Samples:
     """Read under a process-wide lock: training and validation data may share one source."""
     with _READING:
         if isinstance(dataset, SeededDataset):
@@ -117,13 +117,13 @@ def read_exclusively(dataset: Dataset, indices: NDArray[np.int64], seeds: Callab
 class ArrayDataset:
     """Arrays in memory with a common sample axis. Create it with ``from_arrays``, which checks the arrays."""
 
-    arrays: Mapping[str, NDArray[Any]]
+    arrays: Mapping[str, Array]
     fields: Mapping[str, Field]
 
     def __len__(self) -> int:
         return len(next(iter(self.arrays.values())))
 
-    def read(self, indices: NDArray[np.int64]) -> Samples:
+    def read(self, indices: Ints) -> Samples:
         rows = {name: array.take(indices, axis=0) for name, array in self.arrays.items()}
         return {
             name: ragged_rows([np.array(item) for item in row]) if row.dtype == object else row
@@ -148,7 +148,7 @@ def from_arrays(arrays: Mapping[str, Any], where: str = "the dict of arrays") ->
     return ArrayDataset({name: in_dtype(array, fields[name]) for name, array in native.items()}, fields)
 
 
-def plain(values: Any, what: str) -> NDArray[Any]:
+def plain(values: Any, what: str) -> Array:
     """The values as an array; raises UserError if ``what`` masks some, which NumPy would pass on as they are."""
     hidden = int(np.ma.getmaskarray(values).sum()) if isinstance(values, np.ma.MaskedArray) else 0
     if hidden:
@@ -159,7 +159,7 @@ def plain(values: Any, what: str) -> NDArray[Any]:
     return np.asarray(values.detach() if hasattr(values, "detach") else values)  # torch refuses if it has a gradient
 
 
-def as_rows(values: Any, what: str = "an array") -> NDArray[Any]:
+def as_rows(values: Any, what: str = "an array") -> Array:
     """The values as an array; an object array of arrays if they differ in shape."""
     if isinstance(values, (list, tuple)):
         values = [plain(each, what) if isinstance(each, np.ma.MaskedArray) else each for each in values]
@@ -172,7 +172,7 @@ def as_rows(values: Any, what: str = "an array") -> NDArray[Any]:
     return array
 
 
-def ragged_rows(items: Sequence[Any]) -> NDArray[Any]:
+def ragged_rows(items: Sequence[Any]) -> Array:
     """A one-dimensional object array that holds each item as an array."""
     rows = np.empty(len(items), object)
     for row, item in enumerate(items):
@@ -180,7 +180,7 @@ def ragged_rows(items: Sequence[Any]) -> NDArray[Any]:
     return rows
 
 
-def field_of(name: str, array: NDArray[Any], where: str) -> Field:
+def field_of(name: str, array: Array, where: str) -> Field:
     """The field of an array with a sample axis; raises UserError if it cannot be trained on."""
     if array.dtype != object or array.ndim != 1 or not all(isinstance(item, np.ndarray) for item in array):
         return check_field(name, array.shape, array.dtype, where)
@@ -197,7 +197,7 @@ def field_of(name: str, array: NDArray[Any], where: str) -> Field:
     return check_field(name, (len(array), *shape), dtype, where)
 
 
-def in_dtype(array: NDArray[Any], field: Field) -> NDArray[Any]:
+def in_dtype(array: Array, field: Field) -> Array:
     """Cast the array, or each array in a ragged one, to the field's dtype."""
     if not field.is_ragged:
         return array.astype(field.dtype, copy=False)
@@ -218,7 +218,7 @@ def check_field(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], where: 
     return Field(tuple(shape[1:]), dtype.newbyteorder("="))
 
 
-def fields_like(sample: Mapping[str, NDArray[Any]], length: int, ragged: bool, where: str) -> dict[str, Field]:
+def fields_like(sample: Mapping[str, Array], length: int, ragged: bool, where: str) -> dict[str, Field]:
     """The fields of ``length`` samples like this one, which may differ in shape if ``ragged``. Raises UserError."""
     shapes = {name: (-1,) * array.ndim if ragged else array.shape for name, array in sample.items()}
     return {name: check_field(name, (length, *shapes[name]), array.dtype, where) for name, array in sample.items()}

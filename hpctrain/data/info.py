@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Dataset
 from hpctrain.data.formats.hdf5 import Hdf5Dataset
@@ -18,6 +17,7 @@ from hpctrain.data.formats.sources import CACHE_BYTES, CalledDataset, ConcatData
 from hpctrain.data.formats.table_dataset import TableDataset, TableRows
 from hpctrain.data.packing.pack_source import packed_notes
 from hpctrain.data.packing.read import KINDS, decode_for
+from hpctrain.system.arrays import Ints
 
 BATCH = 256
 
@@ -65,9 +65,7 @@ def layout(files: list[Dataset] | Any, name: str) -> str:
     return layouts.pop() if len(layouts) == 1 else "mixed" if layouts else "table"
 
 
-def speed(
-    dataset: Dataset, indices: Callable[[int, int], NDArray[np.int64]], seconds: float, sample_bytes: int
-) -> dict[str, float]:
+def speed(dataset: Dataset, indices: Callable[[int, int], Ints], seconds: float, sample_bytes: int) -> dict[str, float]:
     """Measure samples and bytes per second in batches of 256 after a warm-up read; the page cache is not cleared.
 
     Args:

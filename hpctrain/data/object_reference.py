@@ -18,7 +18,8 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+
+from hpctrain.system.arrays import Array
 
 PLAIN = (bool, int, float, str, types.NoneType)
 SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
@@ -34,7 +35,7 @@ class Describer:
 
     def __init__(self, name_of: Callable[[Any], Any]) -> None:
         self.name_of = name_of
-        self.arrays: dict[str, NDArray[Any]] = {}
+        self.arrays: dict[str, Array] = {}
         self.seen: dict[int, int] = {}
         self.kept: list[Any] = []
 
@@ -79,7 +80,7 @@ class Describer:
         held = {name: self.describe(each, f"{path}.{name}") for name, each in state.items()}
         return {"object": [self.name_of(own), held]}
 
-    def _put(self, array: NDArray[Any]) -> str:
+    def _put(self, array: Array) -> str:
         name = str(len(self.arrays))
         self.arrays[name] = array
         return name
@@ -88,7 +89,7 @@ class Describer:
 class Rebuilder:
     """Makes the object that a ``Describer`` described."""
 
-    def __init__(self, arrays: Mapping[str, NDArray[Any]], find: Callable[[Any], Any]) -> None:
+    def __init__(self, arrays: Mapping[str, Array], find: Callable[[Any], Any]) -> None:
         self.arrays, self.find = arrays, find
         self.made: list[Any] = []
 

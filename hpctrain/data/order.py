@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from hpctrain.data.dataset import users_code
 from hpctrain.errors import UserError
+from hpctrain.system.arrays import Ints
 
 ROUNDS = 8
 """Four rounds are pseudorandom for few observed pairs (Luby and Rackoff 1988); the rest is a safety margin."""
@@ -42,7 +43,7 @@ class FeistelPermutation:
         """Draw a random permutation of ``length`` items."""
         return cls(length, rng.integers(0, 2**64, ROUNDS, dtype=np.uint64))
 
-    def __call__(self, begin: int, end: int) -> NDArray[np.int64]:
+    def __call__(self, begin: int, end: int) -> Ints:
         """int64[end - begin]: the items at positions ``begin`` to ``end - 1``."""
         found = self._once(np.arange(begin, end, dtype=np.uint64))
         while len(outside := np.flatnonzero(found >= self.length)):
@@ -117,7 +118,7 @@ class Epoch:
     """Samples in a global batch; consecutive slices of the sampler's result become the batches."""
 
 
-Sampler = Callable[[Epoch], NDArray[np.int64]]
+Sampler = Callable[[Epoch], Ints]
 """sampler(epoch) returns int64[n]: the samples of an epoch in order. n is constant, and repeats are allowed."""
 
 
@@ -126,8 +127,8 @@ class Drawn:
     """Samples of one epoch, with the number of earlier draws of each, so that repeats get separate random numbers."""
 
     epoch: int
-    ids: NDArray[np.int64]
-    repeats: NDArray[np.int64]
+    ids: Ints
+    repeats: Ints
 
     def part(self, which: slice) -> Drawn:
         """The samples in this slice."""
@@ -138,7 +139,7 @@ EpochOrder = Callable[[int, int], Drawn]
 """order(begin, end) returns the samples at positions ``begin`` to ``end - 1`` of an epoch."""
 
 
-def first_draw(ids: NDArray[np.int64], epoch: int = 0) -> Drawn:
+def first_draw(ids: Ints, epoch: int = 0) -> Drawn:
     """Samples that were not drawn before in the epoch."""
     return Drawn(epoch, ids, np.zeros(len(ids), np.int64))
 
@@ -203,7 +204,7 @@ class Order:
             return ""
         return hashlib.sha256(draw(self.sampler, self, 0).tobytes()).hexdigest()
 
-    def batch_indices(self, epoch: int, batch: int) -> NDArray[np.int64]:
+    def batch_indices(self, epoch: int, batch: int) -> Ints:
         """The samples of one global batch, in order; see ``batch``."""
         return self.batch(epoch, batch).ids
 
@@ -241,7 +242,7 @@ class Order:
 class BlockShuffle:
     """Permuted blocks, with the samples permuted within each group of ``GROUP_BLOCKS`` blocks."""
 
-    def __init__(self, order: Order, epoch: int, blocks: NDArray[np.int64]) -> None:
+    def __init__(self, order: Order, epoch: int, blocks: Ints) -> None:
         self.order = order
         self.epoch = epoch
         self.blocks = blocks
@@ -249,9 +250,9 @@ class BlockShuffle:
         firsts = np.arange(0, len(blocks), GROUP_BLOCKS)
         self.begins = np.concatenate([[0], ends])[firsts]
         """Position of each group's first sample."""
-        self.cached: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, dtype=np.int64))
+        self.cached: tuple[int, Ints] = (-1, np.empty(0, dtype=np.int64))
 
-    def __call__(self, begin: int, end: int) -> NDArray[np.int64]:
+    def __call__(self, begin: int, end: int) -> Ints:
         first, last = np.searchsorted(self.begins, [begin, end - 1], side="right") - 1
         parts = [
             self._group(group)[max(0, begin - self.begins[group]) : end - self.begins[group]]
@@ -259,7 +260,7 @@ class BlockShuffle:
         ]
         return np.concatenate(parts)
 
-    def _group(self, group: int) -> NDArray[np.int64]:
+    def _group(self, group: int) -> Ints:
         cached, samples = self.cached
         if cached != group:
             size = self.order.block_samples
@@ -284,7 +285,7 @@ def order_of(order: Order, epoch: int) -> EpochOrder:
     return lambda begin, end: first_draw(shuffled(begin, end), epoch)
 
 
-def repeats_in(ids: NDArray[np.int64]) -> NDArray[np.int64]:
+def repeats_in(ids: Ints) -> Ints:
     """For each position, how often its value occurs before it."""
     by_id = np.argsort(ids, kind="stable")
     begins = np.searchsorted(ids[by_id], ids[by_id])
@@ -293,7 +294,7 @@ def repeats_in(ids: NDArray[np.int64]) -> NDArray[np.int64]:
     return before
 
 
-def shuffle_of(order: Order, epoch: int) -> Callable[[int, int], NDArray[np.int64]]:
+def shuffle_of(order: Order, epoch: int) -> Callable[[int, int], Ints]:
     """A function that returns the samples at positions ``begin`` to ``end - 1`` of the shuffled epoch."""
     if order.shuffle == "none":
         return lambda begin, end: np.arange(begin, end, dtype=np.int64)
@@ -309,7 +310,7 @@ def shuffle_of(order: Order, epoch: int) -> Callable[[int, int], NDArray[np.int6
     return lambda begin, end: permutation[begin:end].astype(np.int64)
 
 
-def draw(sampler: Sampler, order: Order, epoch: int) -> NDArray[np.int64]:
+def draw(sampler: Sampler, order: Order, epoch: int) -> Ints:
     """Call the sampler for an epoch; raises UserError if its result is not an array of valid sample indices."""
     rng = keyed_generator(order.seed, epoch, RandomStream.SAMPLER)
     with users_code(f"the sampler failed in epoch {epoch}", "correct the sampler"):

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Samples
 from hpctrain.data.samples import stack
 from hpctrain.errors import UserError
+from hpctrain.system.arrays import Array
 
 
 def pad(
@@ -80,7 +80,7 @@ def padded_shape(
     return -(-(length or longest) // multiple_of) * multiple_of, *others
 
 
-def padded(array: NDArray[Any], shape: tuple[int, ...], value: float) -> NDArray[Any]:
+def padded(array: Array, shape: tuple[int, ...], value: float) -> Array:
     """Copy the array to the start of a new array of this shape, filled with ``value``."""
     result = np.full(shape, value, array.dtype)
     result[tuple(map(slice, array.shape))] = array

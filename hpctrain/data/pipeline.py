@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Dataset, Samples, SeededDataset
 from hpctrain.data.order import Drawn, Order, first_draw, part_of
 from hpctrain.data.samples import Recipe, make_batch
 from hpctrain.data.worker_pool import WorkerPool, start_workers
+from hpctrain.system.arrays import Ints
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ class Batch:
     """The part, cut into at most ``accumulate`` nonempty micro-batches; no micro-batches if the part is empty."""
     global_samples: int
     """Samples in the whole global batch."""
-    sample_ids: NDArray[np.int64]
+    sample_ids: Ints
     """int64[local_samples]: indices of the samples in the dataset, or numbers in the epoch of a stream."""
     ends_epoch: bool
     """Whether it is the last global batch of its epoch."""

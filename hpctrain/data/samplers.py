@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.data.order import Epoch
 from hpctrain.errors import UserError
+from hpctrain.system.arrays import Array, Ints
 
-Numbers = Sequence[float] | NDArray[Any]
+Numbers = Sequence[float] | Array
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class WeightedSampler:
     replacement: bool = True
     """Whether a sample may be drawn more than once in an epoch. Each draw gets separate random transforms."""
 
-    def __call__(self, epoch: Epoch) -> NDArray[np.int64]:
+    def __call__(self, epoch: Epoch) -> Ints:
         """int64[num_samples]: the samples of an epoch.
 
         Raises:
@@ -56,7 +55,7 @@ class LengthGroupedSampler:
     pool_batches: int = 50
     """Global batches per pool: more make lengths within a batch more similar, fewer make the order more random."""
 
-    def __call__(self, epoch: Epoch) -> NDArray[np.int64]:
+    def __call__(self, epoch: Epoch) -> Ints:
         """int64[num_samples]: the samples of an epoch; raises UserError if there is not one length per sample."""
         lengths = one_each("lengths", self.lengths, epoch)
         shuffled = epoch.rng.permutation(epoch.num_samples)
@@ -78,7 +77,7 @@ class LaneSampler:
     Samples that do not fill a whole batch are dropped. The order is the same in every epoch.
     """
 
-    def __call__(self, epoch: Epoch) -> NDArray[np.int64]:
+    def __call__(self, epoch: Epoch) -> Ints:
         """int64[lanes * samples per lane]: the samples of an epoch; raises UserError if a lane would be empty."""
         lanes, length = epoch.global_batch, epoch.num_samples // epoch.global_batch
         if not length:
@@ -87,7 +86,7 @@ class LaneSampler:
         return np.arange(lanes * length).reshape(lanes, length).T.ravel()
 
 
-def one_each(name: str, values: Numbers, epoch: Epoch) -> NDArray[Any]:
+def one_each(name: str, values: Numbers, epoch: Epoch) -> Array:
     """The numbers as an array; raises UserError if there is not one per sample."""
     array = np.asarray(values)
     if array.shape != (epoch.num_samples,):

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Dataset, Field, Samples, plain, read_exclusively, users_code, with_place
 from hpctrain.data.global_generators import seeded
 from hpctrain.data.order import Drawn, RandomStream, keyed_generator
 from hpctrain.errors import UserError, foreign_errors, kind_of
+from hpctrain.system.arrays import Array, Ints
 
-Sample = dict[str, NDArray[Any]]
+Sample = dict[str, Array]
 """The arrays of one sample."""
 Transform = Callable[[dict[str, Any], np.random.Generator], Mapping[str, Any]]
 """transform(sample, rng) returns the new sample; it may modify ``sample`` in place. ``rng`` is keyed by (seed, epoch,
@@ -41,7 +41,7 @@ class Recipe:
     for each micro-batch by seed, epoch and its first sample, and restored."""
 
 
-def grouped(numbers: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+def grouped(numbers: Ints) -> Iterator[tuple[int, Ints]]:
     """Each distinct number with the indices at which it occurs, in ascending order."""
     order = np.argsort(numbers, kind="stable")
     for places in np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1) if len(numbers) else ():
@@ -62,7 +62,7 @@ def make_batch(dataset: Dataset, recipe: Recipe, drawn: Drawn) -> Samples:
     return batch_of(samples, recipe, drawn)
 
 
-def seeds_of(drawn: Drawn, seed: int) -> NDArray[np.int64]:
+def seeds_of(drawn: Drawn, seed: int) -> Ints:
     """Seeds for ``read_seeded``: int64, one per sample, keyed by (seed, epoch, sample, repeat)."""
     keys = zip(drawn.ids.tolist(), drawn.repeats.tolist(), strict=True)
     generators = (keyed_generator(seed, drawn.epoch, RandomStream.DATASET, *key) for key in keys)

@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.data.formats.hdf5 import Hdf5Dataset
 from hpctrain.data.formats.sources import CalledDataset, ConcatDataset
 from hpctrain.data.packing.pack_source import packed_notes
 from hpctrain.errors import UserError
+from hpctrain.system.arrays import Array
 
-CountTokens = Callable[[Mapping[str, NDArray[Any]]], int]
+CountTokens = Callable[[Mapping[str, Array]], int]
 
 
 def token_counter(name: str | None, dataset: Any) -> CountTokens | None:
@@ -30,7 +30,7 @@ def token_counter(name: str | None, dataset: Any) -> CountTokens | None:
     return None if context is None else lambda batch: context * len(next(iter(batch.values())))
 
 
-def entries(name: str, batch: Mapping[str, NDArray[Any]]) -> int:
+def entries(name: str, batch: Mapping[str, Array]) -> int:
     """Entries of an array of a batch; of a boolean one, those that are true."""
     if name not in batch:
         what = f"tokens of the task is {name!r}, and its batches have no such array"

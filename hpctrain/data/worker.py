@@ -21,7 +21,6 @@ from types import ModuleType
 from typing import Any, BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.data.dataset import ArrayDataset, Dataset, from_arrays, ragged_rows, users_code
 from hpctrain.data.formats.records import RecordDataset
@@ -31,6 +30,7 @@ from hpctrain.data.object_reference import Describer, Rebuilder, Unsuited
 from hpctrain.data.order import Drawn
 from hpctrain.data.samples import Recipe, make_batch
 from hpctrain.errors import HpctrainError, UserError, code_of
+from hpctrain.system.arrays import Array
 from hpctrain.system.shared_memory import AnonymousMemory
 
 RAGGED, SHAPES = "ragged/", "shapes/"
@@ -102,9 +102,9 @@ def reopen(reference: Mapping[str, Any], memory: AnonymousMemory) -> Dataset:
     return dataset
 
 
-def flattened(dataset: ArrayDataset) -> dict[str, NDArray[Any]]:
+def flattened(dataset: ArrayDataset) -> dict[str, Array]:
     """The dataset's arrays; a ragged field becomes two: the concatenated values of all samples, and their shapes."""
-    flat: dict[str, NDArray[Any]] = {}
+    flat: dict[str, Array] = {}
     for name, array in dataset.arrays.items():
         if dataset.fields[name].is_ragged:
             flat[f"{RAGGED}{name}"] = np.concatenate([item.ravel() for item in array])
@@ -114,9 +114,9 @@ def flattened(dataset: ArrayDataset) -> dict[str, NDArray[Any]]:
     return flat
 
 
-def unflattened(flat: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+def unflattened(flat: Mapping[str, Array]) -> dict[str, Array]:
     """The inverse of ``flattened``, without copies."""
-    arrays: dict[str, NDArray[Any]] = {}
+    arrays: dict[str, Array] = {}
     for name, array in flat.items():
         if name.startswith(RAGGED):
             shapes = flat[SHAPES + name.removeprefix(RAGGED)]

@@ -19,15 +19,13 @@ from collections import deque
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from hpctrain.data.dataset import Dataset, Samples
 from hpctrain.data.order import Drawn
 from hpctrain.data.samples import Recipe
 from hpctrain.data.worker import refer_to_dataset, refer_to_recipe
 from hpctrain.errors import Code, RunFailed, UserError
 from hpctrain.system import python
+from hpctrain.system.arrays import Ints
 from hpctrain.system.shared_memory import AnonymousMemory
 
 RESULTS = 2
@@ -37,8 +35,6 @@ CLOSE_S = 1.0
 LAUNCHER_VARIABLES = ("PMI", "OMPI_", "PRTE_", "HYDRA_", "MPI_", "I_MPI_", "PALS_")
 """Prefixes of variables withheld from workers: one that imports mpi4py must not take itself for its parent's rank."""
 IN_WORKER = "HPCTRAIN_DATA_WORKER"
-
-Ids = NDArray[np.int64]
 
 
 @dataclass(eq=False)
@@ -52,7 +48,7 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.lines, self.turns = self.channel.makefile("rb"), itertools.cycle(self.results)
-        self.asked: deque[Ids] = deque()
+        self.asked: deque[Ints] = deque()
 
     def set_up(self, line: bytes) -> None:
         """Send the set-up; blocks until the worker reads if the line does not fit into the socket's buffer."""

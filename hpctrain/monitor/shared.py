@@ -13,10 +13,10 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.monitor.window import COLUMNS
 from hpctrain.system import processes, shared_memory
+from hpctrain.system.arrays import Floats
 
 # Heartbeat: indexes of the first numbers of a slot.
 PID, STARTED, STATE, STEPS, MARKED_AT, MARKED_PHASE, FIRST_STEP, DUMP_SIGNAL, DUMP_FILE, WAITS_FOR = range(10)
@@ -99,7 +99,7 @@ def map_memory(handle: int, layout: RingLayout) -> mmap.mmap:
 class SlotReader:
     """All slots of a node, for reading."""
 
-    numbers: NDArray[np.float64]
+    numbers: Floats
     """[ranks, layout.slot]"""
     layout: RingLayout
 
@@ -109,11 +109,11 @@ class SlotReader:
         memory = mmap.mmap(handle, layout.size, prot=mmap.PROT_READ)
         return cls(np.frombuffer(memory, dtype=np.float64).reshape(layout.ranks, layout.slot), layout)
 
-    def heads(self) -> NDArray[np.float64]:
+    def heads(self) -> Floats:
         """[ranks, HEADER] a copy of the heartbeats."""
         return self.numbers[:, :HEADER].copy()
 
-    def totals(self, first: int, count: int) -> NDArray[np.float64] | None:
+    def totals(self, first: int, count: int) -> Floats | None:
         """[ranks, count, COLUMNS] totals at the ends of steps first, first + 1, ...; None if some are overwritten.
 
         Totals before the first step are 0. The caller must have checked that all ranks have published these steps.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.system.arrays import Floats, Ints
 from hpctrain.train.clock import Phase
 
 REST = len(Phase)
@@ -30,7 +31,7 @@ BUSY = tuple(column for column in range(GC) if column != Phase.EXCHANGE)
 ARRAYS = ("busy", "wait", "work", "typical", "mean")
 """Names of a window's times."""
 
-Floats = NDArray[np.float32]
+Singles = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -39,17 +40,17 @@ class Window:
 
     index: int
     """Window number; the window starts at step ``index * S`` of the attempt."""
-    ranks: NDArray[np.int64]
+    ranks: Ints
     """[R] rank numbers."""
-    busy: Floats
+    busy: Singles
     """[R, S] from leaving one exchange to arriving at the next."""
-    wait: Floats
+    wait: Singles
     """[R, S] from arriving at an exchange to leaving it."""
-    work: Floats
+    work: Singles
     """[R, S] samples or tokens."""
-    typical: Floats
+    typical: Singles
     """[R, len(CAUSES)] median over the steps of the seconds in each phase."""
-    mean: Floats
+    mean: Singles
     """[R, len(CAUSES)] mean over the steps of the seconds in each phase."""
 
     @property
@@ -58,7 +59,7 @@ class Window:
         return int(self.busy.shape[1])
 
 
-def condense(index: int, ranks: NDArray[np.int64], rows: NDArray[np.float64]) -> Window:
+def condense(index: int, ranks: Ints, rows: Floats) -> Window:
     """Builds a window from running totals.
 
     Args:
@@ -72,7 +73,7 @@ def condense(index: int, ranks: NDArray[np.int64], rows: NDArray[np.float64]) ->
     return from_phases(index, ranks, spent, steps[:, 1:, WORK])
 
 
-def from_phases(index: int, ranks: NDArray[np.int64], spent: NDArray[np.float64], work: NDArray[np.float64]) -> Window:
+def from_phases(index: int, ranks: Ints, spent: Floats, work: Floats) -> Window:
     """Builds a window from the seconds in each phase between one exit and the next.
 
     Args:
@@ -97,7 +98,7 @@ def join(parts: list[Window]) -> Window:
     ranks = np.concatenate([part.ranks for part in parts])
     order = np.argsort(ranks)
 
-    def stacked(name: str) -> Floats:
+    def stacked(name: str) -> Singles:
         return np.concatenate([getattr(part, name) for part in parts])[order]
 
     return Window(index=parts[0].index, ranks=ranks[order], **{name: stacked(name) for name in ARRAYS})

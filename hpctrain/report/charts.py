@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.report.drawing import LIGHT, PALETTE, Chart, said
+from hpctrain.system.arrays import Floats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -121,7 +121,7 @@ def stack_chart(title: str, steps: Sequence[float], layers: Sequence[ChartLine])
     return Chart(title, draw)
 
 
-def heat_chart(title: str, percent: NDArray[np.float64]) -> Chart:
+def heat_chart(title: str, percent: Floats) -> Chart:
     """A heat map of ranks by windows: orange above zero, blue below, more opaque further away; NaN is empty.
 
     Args:
@@ -176,7 +176,7 @@ def time_chart(title: str, bars: Sequence[Bar], x_label: str) -> Chart:
     return Chart(title, draw, height=0.8 + 0.5 * len(bars))
 
 
-def _cells(axes: Axes, values: NDArray[np.float64], full: float, aspect: Literal["equal", "auto"]) -> None:
+def _cells(axes: Axes, values: Floats, full: float, aspect: Literal["equal", "auto"]) -> None:
     """Colours each cell by its sign, more opaque towards ``full`` or ``-full``; NaN is transparent."""
     from matplotlib.colors import LinearSegmentedColormap, to_rgba
 
@@ -191,5 +191,5 @@ def _colour(number: int) -> str:
     return LIGHT[PALETTE[number % len(PALETTE)]]
 
 
-def _cut(values: Sequence[float]) -> NDArray[np.float64]:
+def _cut(values: Sequence[float]) -> Floats:
     return np.clip(np.asarray(values, dtype=np.float64), -LARGEST, LARGEST)

@@ -12,7 +12,6 @@ from typing import Any
 
 import jinja2
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.errors import file_errors
 from hpctrain.report import charts
@@ -24,12 +23,13 @@ from hpctrain.run.events import CheckpointFailed, CheckpointSaved, Event, Hang, 
 from hpctrain.run.figures import Curve, Figure, Figures, Picture
 from hpctrain.run.history import RunHistory
 from hpctrain.system import quantities
+from hpctrain.system.arrays import Floats
 
 
 def make_sections(
     data: RunHistory,
     figures: Figures | None = None,
-    excess: NDArray[np.float64] | None = None,
+    excess: Floats | None = None,
 ) -> list[ReportSection]:
     """Makes all sections of one run's report.
 
@@ -163,13 +163,13 @@ def _figure(name: str, figure: Figure, step: int) -> ReportSection:
     return ReportSection(key, charts.confusion_chart(title, labels, counts), header, rows)
 
 
-def _heat(values: NDArray[np.float64]) -> ReportSection:
+def _heat(values: Floats) -> ReportSection:
     chart = charts.heat_chart("Busy time compared with the other ranks", values)
     rows = [(rank, *_spread(row)) for rank, row in enumerate(values)]
     return ReportSection("heat", chart, ("row", "median (%)", "max (%)"), rows)
 
 
-def _spread(row: NDArray[np.float64]) -> tuple[float | None, float | None]:
+def _spread(row: Floats) -> tuple[float | None, float | None]:
     finite = row[np.isfinite(row)]
     return (float(np.median(finite)), float(finite.max())) if finite.size else (None, None)
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.report import charts
 from hpctrain.report.drawing import Chart
 from hpctrain.report.summary import Span
 from hpctrain.run.events import Train
 from hpctrain.run.history import RunHistory, Series
+from hpctrain.system.arrays import Floats, Ints
 from hpctrain.system.quantities import VISIBLE_MFU
 
 POINTS = 400
@@ -135,7 +135,7 @@ def line_of(name: str, series: Series, begin: float | None = None, unit: float =
     return charts.ChartLine(name, x[chosen].tolist(), series.value[chosen].tolist())
 
 
-def thin(y: NDArray[np.float64], points: int = POINTS) -> NDArray[np.int64]:
+def thin(y: Floats, points: int = POINTS) -> Ints:
     """Indices of at most ``points`` values of a curve: the smallest and largest of each stretch, and the ends.
 
     Peaks and dips survive, unlike with averages or every n-th value. Non-finite values are skipped.
@@ -152,7 +152,7 @@ def thin(y: NDArray[np.float64], points: int = POINTS) -> NDArray[np.int64]:
     return np.array(sorted(chosen), dtype=np.int64)
 
 
-def shrink(values: NDArray[np.float64], rows: int = MOST_ROWS, columns: int = MOST_COLUMNS) -> NDArray[np.float64]:
+def shrink(values: Floats, rows: int = MOST_ROWS, columns: int = MOST_COLUMNS) -> Floats:
     """Reduces a map to the maximum of each block, so that slow spots survive."""
     for axis, most in ((0, rows), (1, columns)):
         if values.shape[axis] > most:

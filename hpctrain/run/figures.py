@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.system import safe_read
+from hpctrain.system.arrays import Floats
 from hpctrain.system.files import write_atomically
 from hpctrain.system.json_shape import is_count, maker, sound
 
@@ -140,7 +141,7 @@ MOST_MAP_BYTES = 128 << 20
 """Maximum size of the stored map: 512 windows of 100,000 ranks take 100 MB."""
 
 
-def read_heat_map(path: Path) -> NDArray[np.float64] | None:
+def read_heat_map(path: Path) -> Floats | None:
     """Reads the map as float64[ranks or groups of ranks, windows]; None if it is missing or cannot be read."""
     try:
         with os.fdopen(safe_read.open_plain(path), "rb") as file:

@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from typing import TypeVar, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.run.events import Eval, Event, TakeOver, Train, is_repeated
 from hpctrain.run.run_status import RunSnapshot
+from hpctrain.system.arrays import Floats
 
 KEPT_EVENTS = 2000
 """Maximum number of rare events (checkpoints, stragglers, ...) kept per kind; of more, the middle ones are dropped."""
 
 Kind = TypeVar("Kind", bound=Event)
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,10 @@ from hpctrain.run.run_status import Life, LiveWindow, RunSnapshot
 from hpctrain.run.stop_request import requested_stop
 from hpctrain.run.tail import JsonFile, Tail
 from hpctrain.system import bounded_yaml, safe_read
+from hpctrain.system.arrays import Array
 from hpctrain.system.json_shape import fits, maker
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from hpctrain.run.figures import Figures, Picture
     from hpctrain.run.history import RunHistory
 
@@ -140,7 +139,7 @@ class RunView:
 
         return read_figures(self._run.figures)
 
-    def heat_map(self) -> NDArray[Any] | None:
+    def heat_map(self) -> Array | None:
         """Returns the monitor's map of busy time above the peers' (0.2 for 20%), float64[ranks, windows], or None."""
         from hpctrain.run.figures import read_heat_map
 

@@ -11,10 +11,10 @@ import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+
+from hpctrain.system.arrays import Array
 
 FOLDER = "/dev/shm"
 ALIGNMENT = 64
@@ -84,7 +84,7 @@ class AnonymousMemory:
         """Creates new memory; share it by passing its descriptor to children."""
         return cls(unnamed_file())
 
-    def put(self, arrays: Mapping[str, NDArray[Any]]) -> Places:
+    def put(self, arrays: Mapping[str, Array]) -> Places:
         """Copies arrays into the memory, overwriting its content; returns their places."""
         places, offset = [], 0
         for name, array in arrays.items():
@@ -94,7 +94,7 @@ class AnonymousMemory:
             view[...] = arrays[name]
         return places
 
-    def views(self, places: Places) -> dict[str, NDArray[Any]]:
+    def views(self, places: Places) -> dict[str, Array]:
         """Returns views of the arrays at these places: writable, and overwritten by the next ``put`` of any process."""
         ends = (offset + np.dtype(dtype).itemsize * math.prod(shape) for _, dtype, shape, offset in places)
         size = max([1, *ends])

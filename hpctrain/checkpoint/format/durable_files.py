@@ -9,11 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.errors import UserError
+from hpctrain.system.arrays import Bytes
 from hpctrain.system.files import sync
 
 try:  # several times as fast as zlib, with the same checksums
@@ -33,7 +31,7 @@ class NotAPlainFile(OSError):
     """A link, folder, pipe or device was found in place of a regular file."""
 
 
-def write_durably(path: Path, data: NDArray[np.uint8] | bytes, mode: int = 0o666) -> None:
+def write_durably(path: Path, data: Bytes | bytes, mode: int = 0o666) -> None:
     """Write a new file; returns when its bytes are on disk. Its name is durable after ``sync``."""
     view = memoryview(data) if isinstance(data, bytes) else data.data
     with created(path, mode) as descriptor:

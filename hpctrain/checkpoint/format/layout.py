@@ -13,10 +13,10 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.checkpoint.format.boxes import Box, everything
 from hpctrain.errors import Code, RunFailed, UserError
+from hpctrain.system.arrays import Array
 from hpctrain.train.saved_arrays import items_of, numbers_of
 
 FORMAT = "hpctrain-checkpoint"
@@ -222,7 +222,7 @@ def parents_of(name: str) -> set[str]:
     return {"/".join(parts[:count]) for count in range(1, len(parts))}
 
 
-def converted(array: NDArray[Any], dtype: str, wanted: str) -> NDArray[Any]:
+def converted(array: Array, dtype: str, wanted: str) -> Array:
     """Convert an array between logical floating-point types; values are rounded if the new type is narrower."""
     return array if dtype == wanted else items_of(numbers_of(array, dtype), wanted)
 

@@ -12,11 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Condition
 
-import numpy as np
-from numpy.typing import NDArray
-
 from hpctrain.checkpoint.format.durable_files import created, write_at
 from hpctrain.errors import HpctrainError
+from hpctrain.system.arrays import Bytes
 
 THREADS = 2
 """Threads per writer: one writes, since file systems allow one writer per file at a time; the other checksums."""
@@ -37,7 +35,7 @@ class Dropped(HpctrainError):
 
 def write_paced(
     path: Path,
-    data: NDArray[np.uint8],
+    data: Bytes,
     visit: Callable[[int, int], None] = lambda begin, end: None,
     is_dropped: Callable[[], bool] = lambda: False,
     ending: Callable[[], bytes] = bytes,
@@ -72,7 +70,7 @@ class PacedWrite:
     def __init__(
         self,
         descriptor: int,
-        data: NDArray[np.uint8],
+        data: Bytes,
         visit: Callable[[int, int], None],
         is_dropped: Callable[[], bool],
     ) -> None:

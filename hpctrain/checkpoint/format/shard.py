@@ -20,12 +20,12 @@ from typing import Any
 
 import h5py
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.checkpoint.format import shard_index
 from hpctrain.checkpoint.format.durable_files import crc32
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, MOST_TILES, TensorPiece
 from hpctrain.checkpoint.format.paced_write import write_paced
+from hpctrain.system.arrays import Array, Bytes
 from hpctrain.system.shared_memory import unnamed_file
 from hpctrain.train.state import all_finite
 
@@ -88,7 +88,7 @@ def create_dataset(target: h5py.File, piece: TensorPiece, link: Any, create: Any
     return int(dataset.get_offset()) if piece.num_bytes else 0
 
 
-def host_buffer(num_bytes: int) -> NDArray[np.uint8]:
+def host_buffer(num_bytes: int) -> Bytes:
     """Allocate page-aligned memory and touch it, so that the first snapshot has no page faults."""
     buffer = np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8)
     buffer[:: mmap.PAGESIZE] = 0
@@ -101,7 +101,7 @@ class ShardImage:
     keeps = False
     """Whether the written file is this memory itself, so that the image must be kept."""
 
-    def __init__(self, plan: Skeleton, allocate: Callable[[int], NDArray[np.uint8]] = host_buffer) -> None:
+    def __init__(self, plan: Skeleton, allocate: Callable[[int], Bytes] = host_buffer) -> None:
         self.pieces = plan.pieces
         self.buffer = allocate(plan.num_bytes)
         for begin, data in plan.between:
@@ -166,6 +166,6 @@ def gaps(extents: Sequence[tuple[int, int]], num_bytes: int) -> list[tuple[int, 
     return [(begin, end) for begin, end in [*found, (position, num_bytes)] if begin < end]
 
 
-def view_of(buffer: NDArray[np.uint8], piece: TensorPiece, offset: int) -> NDArray[Any]:
+def view_of(buffer: Bytes, piece: TensorPiece, offset: int) -> Array:
     """A piece's values as an array over its bytes in a buffer."""
     return np.ndarray(piece.shape, ITEM_TYPES[piece.tensor.dtype], buffer, offset)

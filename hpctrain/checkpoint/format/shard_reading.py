@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.checkpoint.format import shard_index
 from hpctrain.checkpoint.format.boxes import Box, boxes_between, position, run_axis, span
 from hpctrain.checkpoint.format.durable_files import crc32, judged, open_regular, read_at, reading
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, DamagedCheckpoint, Shard, StoredPiece
 from hpctrain.checkpoint.format.shard import blocks_of, gaps
+from hpctrain.system.arrays import Array, Bytes
 
 SHARED_BYTES = 1 << 18
 """Minimum size of blocks that another thread checksums; for smaller ones, the handover would take longer."""
@@ -54,16 +54,16 @@ def require_size(descriptor: int, path: Path, shard: Shard) -> None:
         raise DamagedCheckpoint(f"{path} has {size} bytes in place of {shard.num_bytes}")
 
 
-Memory = Callable[[int, int], NDArray[np.uint8]]
+Memory = Callable[[int, int], Bytes]
 """memory(begin, end) returns memory into which these bytes of a file are read."""
 
 
-def fresh(begin: int, end: int) -> NDArray[np.uint8]:
+def fresh(begin: int, end: int) -> Bytes:
     """New memory."""
     return np.empty(end - begin, np.uint8)
 
 
-def read_shard(folder: Path, shard: Shard) -> NDArray[np.uint8]:
+def read_shard(folder: Path, shard: Shard) -> Bytes:
     """Read and verify all bytes of a shard.
 
     Raises:
@@ -87,7 +87,7 @@ def check_shard(folder: Path, shard: Shard) -> None:
         most = max((stored.block_bytes for stored in shard.pieces), default=0)
         turns = cycle([np.empty(most, np.uint8) for _ in range(PENDING + 1)])
 
-        def memory(begin: int, end: int) -> NDArray[np.uint8]:
+        def memory(begin: int, end: int) -> Bytes:
             """Blocks that the other thread sums take turns; no small one between them may take one's turn."""
             return next(turns)[: end - begin] if end - begin >= SHARED_BYTES else fresh(begin, end)
 
@@ -137,12 +137,10 @@ class RecentBlocks:
 
     def __init__(self) -> None:
         self.tensor = ""
-        self.blocks: OrderedDict[tuple[Path, int], tuple[int, NDArray[np.uint8]]] = OrderedDict()
+        self.blocks: OrderedDict[tuple[Path, int], tuple[int, Bytes]] = OrderedDict()
         """(number, bytes) of a block by (file, offset of its piece), most recently used last."""
 
-    def get(
-        self, path: Path, stored: StoredPiece, number: int, num_bytes: int, read: Callable[[NDArray[np.uint8]], None]
-    ) -> NDArray[np.uint8]:
+    def get(self, path: Path, stored: StoredPiece, number: int, num_bytes: int, read: Callable[[Bytes], None]) -> Bytes:
         """The block as uint8[num_bytes]; calls ``read``, which also verifies it, unless it is cached."""
         place = (path, stored.offset)
         if stored.piece.tensor.name != self.tensor:
@@ -169,7 +167,7 @@ class Checks:
         self.wrong: dict[str, None] = {}
         """Damaged tensors, in order."""
 
-    def add(self, memory: NDArray[np.uint8], expected: int, name: str) -> None:
+    def add(self, memory: Bytes, expected: int, name: str) -> None:
         """Check a block that was read. Memory of SHARED_BYTES or more must not change until PENDING more of these were
         added."""
         if memory.size < SHARED_BYTES:
@@ -213,7 +211,7 @@ class ShardFiles:
         self.recent = RecentBlocks()
         self.checks = Checks()
 
-    def read(self, shard: Shard, stored: StoredPiece, wanted: Box, out: NDArray[Any]) -> None:
+    def read(self, shard: Shard, stored: StoredPiece, wanted: Box, out: Array) -> None:
         """Copy the overlap of a piece and a part of its tensor to ``out``; every block used is verified.
 
         Args:
@@ -238,13 +236,13 @@ class ShardFiles:
             self.close()  # so that a retry opens the files again: a file server's handles may be stale
             raise judged(error, path) from error
 
-    def read_whole(self, shard: Shard, stored: StoredPiece) -> NDArray[Any]:
+    def read_whole(self, shard: Shard, stored: StoredPiece) -> Array:
         """Read all values of a piece. Raises as ``read``."""
         out = self.allocate(stored.piece.shape, stored.piece.tensor.dtype)
         self.read(shard, stored, stored.piece.box, out)
         return out
 
-    def allocate(self, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+    def allocate(self, shape: tuple[int, ...], dtype: str) -> Array:
         """Allocate memory for values of a logical type. Raises UnreadableCheckpoint if there is not enough."""
         try:
             return np.empty(shape, ITEM_TYPES[dtype])
@@ -282,13 +280,13 @@ class OpenPiece:
     stored: StoredPiece
     checks: Checks
 
-    def read_whole(self, out: NDArray[Any]) -> None:
+    def read_whole(self, out: Array) -> None:
         """Read the whole piece into a contiguous array."""
         memory, block_bytes = out.reshape(-1).view(np.uint8), self.stored.block_bytes
         for number, begin in enumerate(range(0, memory.size, block_bytes)):
             self.read_block(number, memory[begin : begin + block_bytes])
 
-    def read_part(self, wanted: Box, out: NDArray[Any], recent: RecentBlocks) -> None:
+    def read_part(self, wanted: Box, out: Array, recent: RecentBlocks) -> None:
         """See ``ShardFiles.read``."""
         piece, block_bytes = self.stored.piece, self.stored.block_bytes
         common = piece.box.overlap(wanted)
@@ -316,7 +314,7 @@ class OpenPiece:
             block = recent.get(self.path, self.stored, number, block_end - block_begin, read)
             scatter(block.view(item), parts, here, target)
 
-    def _read_runs(self, here: Box, target: NDArray[Any]) -> bool:
+    def _read_runs(self, here: Box, target: Array) -> bool:
         """Without checksums, read only the wanted bytes; returns False if they are in runs that are too short."""
         shape = self.stored.piece.shape
         axis = run_axis(here, shape)
@@ -329,19 +327,19 @@ class OpenPiece:
             read_at(self.descriptor, memory.data, self.stored.offset + position(begin, shape) * item_bytes)
         return True
 
-    def read_block(self, number: int, memory: NDArray[np.uint8]) -> None:
+    def read_block(self, number: int, memory: Bytes) -> None:
         """Fill ``memory`` with a block and add its checksum to ``checks``, if the file has checksums."""
         read_at(self.descriptor, memory.data, self.stored.offset + number * self.stored.block_bytes)
         if self.stored.crc32 is not None:
             self.checks.add(memory, self.stored.crc32[number], self.stored.piece.tensor.name)
 
-    def _read_verified(self, number: int, memory: NDArray[np.uint8]) -> None:
+    def _read_verified(self, number: int, memory: Bytes) -> None:
         """Like ``read_block``, but verify the block immediately."""
         self.read_block(number, memory)
         self.checks.finish(self.path)
 
 
-def scatter(values: NDArray[Any], parts: list[Box], here: Box, target: NDArray[Any]) -> None:
+def scatter(values: Array, parts: list[Box], here: Box, target: Array) -> None:
     """Copy the wanted elements of a block to ``target``.
 
     Args:

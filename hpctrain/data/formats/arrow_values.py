@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.errors import UserError
+from hpctrain.system.arrays import Array
 
 
 def unified(schema: Any, found: Sequence[tuple[str, Any]]) -> tuple[Any, dict[str, str]]:
@@ -53,7 +53,7 @@ def require_exact(fragment: Any, name: str, kind: Any, begin: int) -> None:
         begin += len(batch)
 
 
-def values(column: Any, what: str, begin: int, each: int = 1) -> NDArray[Any]:
+def values(column: Any, what: str, begin: int, each: int = 1) -> Array:
     """Convert an Arrow array to NumPy; lists become further axes. Raises UserError for nulls or uneven lists.
 
     ``begin`` is the row of the first value in the table, and each row has ``each`` values.
@@ -64,7 +64,7 @@ def values(column: Any, what: str, begin: int, each: int = 1) -> NDArray[Any]:
         row = begin + column.is_null().index(True).as_py() // each
         raise UserError(f"{what} has no value in row {row}", "fill it in, or choose columns with --field")
     if not (types.is_list(column.type) or types.is_large_list(column.type) or types.is_fixed_size_list(column.type)):
-        array: NDArray[Any] = column.to_numpy(zero_copy_only=False)
+        array: Array = column.to_numpy(zero_copy_only=False)
         return array
     lengths = np.unique(compute.list_value_length(column).to_numpy(zero_copy_only=False))
     if len(lengths) > 1:

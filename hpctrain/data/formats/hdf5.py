@@ -12,7 +12,6 @@ from pathlib import Path
 
 import h5py
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Field, Samples, check_field, check_lengths, choose, content_fingerprint
 from hpctrain.data.formats.block_cache import BlockCache
@@ -21,6 +20,7 @@ from hpctrain.data.formats.hdf5_files import Hdf5File, asking, names_in
 from hpctrain.data.formats.hdf5_resolve import resolve
 from hpctrain.data.formats.netcdf import NetcdfReader, meaning_of, meant
 from hpctrain.errors import UserError
+from hpctrain.system.arrays import Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class Hdf5Dataset:
     def __len__(self) -> int:
         return self.length
 
-    def read(self, indices: NDArray[np.int64]) -> Samples:
+    def read(self, indices: Ints) -> Samples:
         try:
             return {name: reader.take(indices) for name, reader in self.readers.items()}
         except MemoryError as error:

@@ -11,13 +11,13 @@ from typing import Any
 
 import h5py
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Field
 from hpctrain.data.formats.away import local_patiently
 from hpctrain.data.formats.block_cache import BlockCache
 from hpctrain.data.samples import grouped
 from hpctrain.errors import UserError
+from hpctrain.system.arrays import Array, Ints
 
 BLOCK_BYTES = 64 * 2**10
 """Minimum size of a read from an array that is not contiguous."""
@@ -35,11 +35,11 @@ class MappedArray:
     layout: str = "contiguous"
 
     @cached_property
-    def array(self) -> NDArray[Any]:
+    def array(self) -> Array:
         """The array in the file's bytes."""
         return np.ndarray(self.shape, self.dtype, self.mapping, self.begin)
 
-    def take(self, indices: NDArray[np.int64]) -> NDArray[Any]:
+    def take(self, indices: Ints) -> Array:
         """The samples at these indices, as a new array; raises UserError if the file has become too short."""
         self.check()
         return self.array.take(indices, axis=0).astype(self.dtype.newbyteorder("="), copy=False)
@@ -76,17 +76,17 @@ class BlockArray:
         chunk = int(self.dataset.chunks[0]) if self.dataset.chunks else 1
         return chunk * math.ceil(BLOCK_BYTES / max(1, chunk * self.field.num_bytes))
 
-    def take(self, indices: NDArray[np.int64]) -> NDArray[Any]:
+    def take(self, indices: Ints) -> Array:
         """See ``NetcdfReader``."""
         out = np.empty((len(indices), *self.field.shape), self.field.dtype)
         for block, rows in grouped(indices // self.block_samples):
             out[rows] = self._block(block)[indices[rows] - block * self.block_samples]
         return out
 
-    def _block(self, block: int) -> NDArray[Any]:
+    def _block(self, block: int) -> Array:
         return self.cache.get((self.path, self.name, block), lambda: self._read(block * self.block_samples))
 
-    def _read(self, begin: int) -> NDArray[Any]:
+    def _read(self, begin: int) -> Array:
         end = min(begin + self.block_samples, self.dataset.shape[0])
         try:
             values: Any = local_patiently(str(self.path), lambda: self.dataset[begin:end])

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 import h5py
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.errors import UserError
+from hpctrain.system.arrays import Array, Bools, Ints
 
 FIX = 'decode it: hpctrain.open_dataset(..., decode="netcdf"), or hpctrain data pack --kind netcdf'
 
@@ -21,7 +21,7 @@ class NetcdfReader(Protocol):
     def layout(self) -> str:
         """Storage layout, for display."""
 
-    def take(self, indices: NDArray[np.int64]) -> NDArray[Any]:
+    def take(self, indices: Ints) -> Array:
         """The samples at these indices, as a new array."""
 
 
@@ -46,11 +46,11 @@ class Meaning:
     def __str__(self) -> str:
         return f"scale_factor {self.scale}, add_offset {self.offset}" + ", _Unsigned" * self.unsigned
 
-    def gone(self, raw: NDArray[Any]) -> NDArray[np.bool_]:
+    def gone(self, raw: Array) -> Bools:
         """Which stored values mark missing ones."""
         return np.isin(raw, np.array(self.missing, raw.dtype))
 
-    def decoded(self, raw: NDArray[Any]) -> NDArray[Any]:
+    def decoded(self, raw: Array) -> Array:
         """The values meant, as floats with NaN for missing ones if the array marks any."""
         gone = self.gone(raw)
         if self.unsigned:
@@ -68,11 +68,11 @@ def meaning_of(dataset: h5py.Dataset) -> Meaning:
     if dtype.kind not in "iuf" or not len(dataset.attrs):
         return Meaning()
 
-    def number(name: str) -> NDArray[Any]:
+    def number(name: str) -> Array:
         value = np.ravel(dataset.attrs.get(name, ()))
         return value if value.dtype.kind in "iuf" else np.empty(0)
 
-    def mark(name: str) -> NDArray[Any]:
+    def mark(name: str) -> Array:
         value = number(name)
         if value.dtype.kind == "f" and dtype.kind != "f":  # NaN, or a mark of the unpacked values: stored nowhere
             limits = np.iinfo(dtype)
@@ -100,7 +100,7 @@ class MeantArray:
         """Storage layout, for display."""
         return self.array.layout
 
-    def take(self, indices: NDArray[np.int64]) -> NDArray[Any]:
+    def take(self, indices: Ints) -> Array:
         """See ``NetcdfReader``."""
         raw = self.array.take(indices)
         if self.decodes:

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.data.casting import is_exact
 from hpctrain.data.dataset import Field, Samples, choose, content_fingerprint, fields_like, users_code
 from hpctrain.data.formats.away import local_patiently
 from hpctrain.data.samples import Sample, named, stack
 from hpctrain.errors import UserError, file_errors, refusal, requires
+from hpctrain.system.arrays import Array, Bytes, Ints
 
 Decode = Callable[[dict[str, Any]], Any]
 """decode(record) returns a sample, a dict or tuple of arrays. The record is a JSON object, a tar record's files by
@@ -60,7 +60,7 @@ class RecordDataset:
     def __len__(self) -> int:
         return len(self.records)
 
-    def read(self, indices: NDArray[np.int64]) -> Samples:
+    def read(self, indices: Ints) -> Samples:
         rows = indices.tolist()
         records = self.records.read(rows)
         samples = (self._sample(row, record) for row, record in zip(rows, records, strict=True))
@@ -99,7 +99,7 @@ def sample_of(
         return named(records.plain({name: record[name] for name in record if name in chosen or name == KEY}), names)
 
 
-def fitted(value: NDArray[Any], field: Field | None) -> NDArray[Any]:
+def fitted(value: Array, field: Field | None) -> Array:
     """Cast the value to the field's dtype if that is lossless (integers to floats, empty lists), else return it."""
     if field is None or value.dtype == field.dtype:
         return value
@@ -178,7 +178,7 @@ class JsonLines:
         return value
 
 
-def lines_of(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def lines_of(path: Path) -> tuple[Ints, Ints]:
     """Start and end offsets of all nonempty lines, in bytes."""
     breaks, size = [], 0
     fix = "correct the path of the data"
@@ -240,7 +240,7 @@ def index_of(path: Path) -> list[tuple[str, dict[str, tuple[int, int]]]]:
     return samples
 
 
-def decoded(extension: str, content: bytes, where: str) -> NDArray[Any]:
+def decoded(extension: str, content: bytes, where: str) -> Array:
     """Decode a file's content to an array by its extension; nothing is unpickled."""
     kind = extension.rpartition(".")[2]
     readers: dict[str, Callable[[bytes], Any]] = {
@@ -258,7 +258,7 @@ def decoded(extension: str, content: bytes, where: str) -> NDArray[Any]:
         raise UserError(f"{where}.{extension} cannot be read: {error}", "write it again") from error
 
 
-def picture(content: bytes) -> NDArray[np.uint8]:
+def picture(content: bytes) -> Bytes:
     """Decode an image to uint8[height, width, 3]."""
     with requires("pillow", "data"):
         from PIL import Image

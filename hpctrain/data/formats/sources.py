@@ -15,7 +15,6 @@ from typing import Any
 from urllib.parse import unquote
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.config.values import refuse_credentials
 from hpctrain.data.dataset import (
@@ -35,6 +34,7 @@ from hpctrain.data.formats.table_dataset import open_table_dataset
 from hpctrain.data.formats.tables import open_table
 from hpctrain.data.samples import grouped, require_alike
 from hpctrain.errors import UserError, is_away
+from hpctrain.system.arrays import Ints
 
 CACHE_BYTES = 256 * 2**20
 
@@ -114,7 +114,7 @@ class CalledDataset:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def read(self, indices: NDArray[np.int64]) -> Samples:
+    def read(self, indices: Ints) -> Samples:
         return self.dataset.read(indices)
 
     def fingerprint(self) -> str:
@@ -126,7 +126,7 @@ class CalledSeededDataset(CalledDataset):
 
     dataset: SeededDataset
 
-    def read_seeded(self, indices: NDArray[np.int64], seeds: NDArray[np.int64]) -> Samples:
+    def read_seeded(self, indices: Ints, seeds: Ints) -> Samples:
         return self.dataset.read_seeded(indices, seeds)
 
 
@@ -254,7 +254,7 @@ class ConcatDataset:
     def __len__(self) -> int:
         return int(self.ends[-1])
 
-    def read(self, indices: NDArray[np.int64]) -> Samples:
+    def read(self, indices: Ints) -> Samples:
         samples = {name: field.make_rows(len(indices)) for name, field in self.fields.items()}
         for index, rows in grouped(np.searchsorted(self.ends, indices, side="right")):
             part = self.parts[index]

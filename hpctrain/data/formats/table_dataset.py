@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Dataset, Field, Samples, check_field, choose, content_fingerprint
 from hpctrain.data.formats.arrow_values import values
@@ -18,13 +17,14 @@ from hpctrain.data.formats.records import Decode, open_records
 from hpctrain.data.formats.tables import Table, TablePart, listed_fingerprint, reading
 from hpctrain.data.samples import grouped
 from hpctrain.errors import UserError
+from hpctrain.system.arrays import Array, Ints
 
 
 @dataclass(frozen=True)
 class DecodedPart:
     """The columns of a part, with the dtypes of the dataset's fields."""
 
-    columns: Mapping[str, NDArray[Any]]
+    columns: Mapping[str, Array]
 
     @property
     def nbytes(self) -> int:
@@ -37,7 +37,7 @@ class TableDataset:
     """The rows of a table as samples. Create it with ``open_table_dataset``, which checks the table."""
 
     table: Table
-    ends: NDArray[np.int64]
+    ends: Ints
     """Index of the first row after each part."""
     fields: Mapping[str, Field]
     cache: BlockCache
@@ -45,7 +45,7 @@ class TableDataset:
     def __len__(self) -> int:
         return int(self.ends[-1])
 
-    def read(self, indices: NDArray[np.int64]) -> Samples:
+    def read(self, indices: Ints) -> Samples:
         samples = {name: field.make_rows(len(indices)) for name, field in self.fields.items()}
         for number, rows in grouped(np.searchsorted(self.ends, indices, side="right")):
             begin, part = begin_of(self.ends, number), self._part(number)
@@ -83,12 +83,12 @@ class TableDataset:
         return listed_fingerprint(self, self.table.address, self.table.origin)
 
 
-def begin_of(ends: NDArray[np.int64], part: int) -> int:
+def begin_of(ends: Ints, part: int) -> int:
     """Index of a part's first row, given those after each part's last."""
     return int(ends[part - 1]) if part else 0
 
 
-def columns_of(table: Table, part: TablePart, names: tuple[str, ...], begin: int) -> dict[str, NDArray[Any]]:
+def columns_of(table: Table, part: TablePart, names: tuple[str, ...], begin: int) -> dict[str, Array]:
     """Read columns of a part as NumPy arrays."""
     if not names:
         return {}
@@ -170,7 +170,7 @@ class TableRows:
     """The rows of a table as records, for ``decode`` and ragged data."""
 
     table: Table
-    ends: NDArray[np.int64]
+    ends: Ints
     cache: BlockCache
 
     def __post_init__(self) -> None:

@@ -7,14 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from torch.utils import data
 
 from hpctrain.data.dataset import Field, Samples, fields_like, users_code
 from hpctrain.data.global_generators import kept, seed_all
 from hpctrain.data.samples import Sample, host, layout, named, stack
 from hpctrain.errors import UserError
+from hpctrain.system.arrays import Ints
 
 
 @dataclass(eq=False)
@@ -28,10 +27,10 @@ class TorchDataset:
     def __len__(self) -> int:
         return len(self.source)
 
-    def read(self, indices: NDArray[np.int64]) -> Samples:
+    def read(self, indices: Ints) -> Samples:
         return self._stack(indices, (sample_of(self.source, index, self.names) for index in indices.tolist()))
 
-    def _stack(self, indices: NDArray[np.int64], samples: Iterator[Sample]) -> Samples:
+    def _stack(self, indices: Ints, samples: Iterator[Sample]) -> Samples:
         return stack(samples, indices.tolist(), type(self.source).__name__, self.fields)
 
     def fingerprint(self) -> str:
@@ -43,7 +42,7 @@ class TorchDataset:
 class SeededTorchDataset(TorchDataset):
     """A torch Dataset whose code may draw random numbers."""
 
-    def read_seeded(self, indices: NDArray[np.int64], seeds: NDArray[np.int64]) -> Samples:
+    def read_seeded(self, indices: Ints, seeds: Ints) -> Samples:
         keys = zip(indices.tolist(), seeds.tolist(), strict=True)
         with kept():
             return self._stack(indices, (seeded_sample(self.source, index, self.names, seed) for index, seed in keys))

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.data.dataset import ArrayDataset, choose, from_arrays
 from hpctrain.data.packing.pack_source import PackSource, from_dataset
 from hpctrain.errors import UserError, foreign_errors
+from hpctrain.system.arrays import Array
 
 
 def from_npz(path: Path, names: tuple[str, ...] | None = None) -> PackSource:
@@ -35,10 +34,10 @@ def from_npy(paths: Sequence[Path]) -> PackSource:
     return replace(source, ordered=list(paths) != sorted(paths))  # the shell sorts what *.npy matches
 
 
-def mapped(path: Path) -> NDArray[Any]:
+def mapped(path: Path) -> Array:
     """The array of a .npy file, of which only what is used is read."""
     with reading(path):
-        array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+        array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
         return array
 
 

@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Field, Samples
 from hpctrain.data.packing.pack_source import PackSource, block_samples
 from hpctrain.errors import UserError, requires
+from hpctrain.system.arrays import Bytes
 
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 
@@ -73,7 +73,7 @@ def mode_of(path: Path) -> str:
         raise damaged(path, error) from error
 
 
-def decode(path: Path, mode: str, size: tuple[int, int] | None) -> NDArray[np.uint8]:
+def decode(path: Path, mode: str, size: tuple[int, int] | None) -> Bytes:
     """The image's pixels, uint8[height, width, channels], converted to ``mode`` and scaled to ``size``."""
     from PIL import Image
 
@@ -93,7 +93,7 @@ def decode(path: Path, mode: str, size: tuple[int, int] | None) -> NDArray[np.ui
     return pixels[:, :, None] if pixels.ndim == 2 else pixels
 
 
-def stacked(images: Sequence[NDArray[np.uint8]], paths: Sequence[Path], shape: tuple[int, ...]) -> NDArray[np.uint8]:
+def stacked(images: Sequence[Bytes], paths: Sequence[Path], shape: tuple[int, ...]) -> Bytes:
     """Stack the images along a new first axis; raises UserError if one differs in size."""
     for image, path in zip(images, paths, strict=True):
         if image.shape != shape:

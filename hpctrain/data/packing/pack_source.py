@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.data.casting import fit
 from hpctrain.data.dataset import Dataset, Field, Samples, is_ordered
 from hpctrain.data.formats.hdf5_files import Hdf5File, asking
 from hpctrain.data.samples import require_alike
 from hpctrain.errors import UserError
+from hpctrain.system.arrays import Array
 
 BLOCK_BYTES = 8 * 2**20
 
@@ -104,7 +104,7 @@ def assign(wanted: Columns | None, present: Sequence[str], where: str) -> Column
     }
 
 
-def gather(assigned: Columns, columns: Mapping[str, NDArray[Any]], begin: int) -> Samples:
+def gather(assigned: Columns, columns: Mapping[str, Array], begin: int) -> Samples:
     """Form the arrays from the columns of one block of a table, whose first row is ``begin``."""
     samples = {}
     for name, members in assigned.items():

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Field, Samples
 from hpctrain.data.formats.hdf5_files import look_at
 from hpctrain.data.packing.pack_source import PackSource, block_samples
 from hpctrain.errors import UserError, file_errors, requires
+from hpctrain.system.arrays import Array
 
 LINES = (".jsonl", ".ndjson")
 SUFFIXES = (".txt", ".md", ".rst", *LINES)
@@ -48,11 +48,11 @@ class Tokenizer:
     """Number of tokens; every token is smaller than this."""
     end: int
     """The token that ends each text."""
-    encode: Callable[[Sequence[str]], list[NDArray[Any]]]
+    encode: Callable[[Sequence[str]], list[Array]]
     """encode(texts) returns the tokens of each text, int[n], without the end-of-text token."""
 
 
-def encode_bytes(texts: Sequence[str]) -> list[NDArray[Any]]:
+def encode_bytes(texts: Sequence[str]) -> list[Array]:
     """The byte values of each text in UTF-8."""
     return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
@@ -98,7 +98,7 @@ def open_tokenizer(path: Path | None, end: str | None = None) -> Tokenizer:
         fix = "name one that it has: --end-of-text TOKEN"
         raise UserError(f"{path} has no token {end or ' or '.join(ENDS)} to end a text", fix)
 
-    def encode(texts: Sequence[str]) -> list[NDArray[Any]]:
+    def encode(texts: Sequence[str]) -> list[Array]:
         try:
             encoded = tokenizer.encode_batch(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises plain Exceptions

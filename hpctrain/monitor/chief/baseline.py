@@ -6,13 +6,11 @@ import math
 from collections import deque
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.monitor.chief import slowness
 from hpctrain.monitor.chief.peers import Peers
 from hpctrain.monitor.window import CAUSES, Window
-
-Array = NDArray[np.floating]
+from hpctrain.system.arrays import Array, Bools, Ints
 
 WARM_UP = 1
 """Windows ignored at the start: compilation, caches and connections distort them."""
@@ -72,7 +70,7 @@ class Baseline:
         """[N] fraction by which each rank exceeded its peers at the start of the run."""
         return None if self.busy is None else self.peers.excess(self.busy, self.everyone, self.busy)
 
-    def fell_behind(self, medians: Array, growth: Array | None, slow: float) -> NDArray[np.bool_]:
+    def fell_behind(self, medians: Array, growth: Array | None, slow: float) -> Bools:
         """[N] ranks that have slowed down, and more than their peers have; none while there is no baseline.
 
         Used for two or three ranks, where the median of the others cannot distinguish a slow rank from a fast peer.
@@ -83,8 +81,6 @@ class Baseline:
         gained = (1 + self.peers.excess(medians, self.everyone, self.busy)) / before - 1
         return (growth >= 1 + slow) & (gained >= np.maximum(slow, 2 * self.noise))
 
-
-Counts = NDArray[np.int64]
 
 REMEMBERED = 64
 """Windows over which pauses are counted."""
@@ -101,7 +97,7 @@ class Pauses:
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        self.windows: deque[tuple[Counts, Array, float]] = deque(maxlen=REMEMBERED)
+        self.windows: deque[tuple[Ints, Array, float]] = deque(maxlen=REMEMBERED)
         self.bursts = np.zeros((ranks, len(CAUSES)))
         """[N, len(CAUSES)] seconds per step in each phase beyond the typical step; newer windows weigh more."""
 
@@ -113,7 +109,7 @@ class Pauses:
         self.bursts *= 1 - 1 / RECENT
         self.bursts[window.ranks] += window.mean - window.typical
 
-    def sums(self, windows: int) -> tuple[Counts, Array]:
+    def sums(self, windows: int) -> tuple[Ints, Array]:
         """[N] number of pauses in the last ``windows`` windows, and [N] fraction of their time lost to pauses."""
         last = list(self.windows)[-windows:]
         total = max(math.fsum(total for _, _, total in last), 1e-9)

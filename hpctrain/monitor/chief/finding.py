@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.config.sections import MonitorConfig
 from hpctrain.errors import RunFailed
@@ -19,9 +18,7 @@ from hpctrain.run import bad_nodes
 from hpctrain.run.event_log import EventWriter
 from hpctrain.run.folder import RunDir
 from hpctrain.run.grid import Grid
-
-Mask = NDArray[np.bool_]
-Ranks = NDArray[np.int64]
+from hpctrain.system.arrays import Bools, Ints
 
 RANKS_IN_EVENT = 1000
 """Largest number of ranks listed in an event."""
@@ -132,7 +129,7 @@ class Suspicion:
         self.confirmed = np.zeros(count, dtype=bool)
         """[count] whether each is confirmed."""
 
-    def observe(self, those: Ranks, bad: Mask, calm: Mask) -> dict[FindingState, Ranks]:
+    def observe(self, those: Ints, bad: Bools, calm: Bools) -> dict[FindingState, Ints]:
         """Adds a window; returns those whose state it changed.
 
         Args:

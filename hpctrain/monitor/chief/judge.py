@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.monitor.chief import slowness
 from hpctrain.monitor.chief.baseline import RECENT, Baseline, Pauses
@@ -16,8 +15,7 @@ from hpctrain.monitor.chief.finding import Finding, FindingState, Kind, Suspicio
 from hpctrain.monitor.chief.peers import Peers, heaviest
 from hpctrain.monitor.window import CAUSES, GC, Window
 from hpctrain.run.grid import Grid
-
-Array = NDArray[np.floating]
+from hpctrain.system.arrays import Array, Bools, Ints
 
 
 @dataclass(frozen=True)
@@ -67,9 +65,9 @@ class Measures:
     """[R] the same with or without the correction, whichever is smaller."""
     cost: Array
     """[R] fraction of the window that the job would save without this rank's delay."""
-    slow: NDArray[np.bool_]
+    slow: Bools
     """[R] slow in this window."""
-    few: NDArray[np.bool_]
+    few: Bools
     """[R] with too few peers for their median to be a reference."""
     levelled: Array
     """[R] medians as multiples of their peers' median."""
@@ -150,7 +148,7 @@ class Judge:
 
     # --- ranks -------------------------------------------------------------------------------------------------------
 
-    def slow_ranks(self, now: Measures, own: Array | None) -> tuple[NDArray[np.bool_], bool]:
+    def slow_ranks(self, now: Measures, own: Array | None) -> tuple[Bools, bool]:
         """Returns [R] ranks that are slower than their peers in the typical step, and whether they are too many."""
         window, slow = now.window, now.slow
         size, few = len(window.ranks), now.few
@@ -161,7 +159,7 @@ class Judge:
             many, slow = not self.is_one_host_that_changed(window, group, own), slow | group
         return slow, bool(many and not slow.all())
 
-    def ranks(self, now: Measures, slow: NDArray[np.bool_], are_many: bool) -> list[Finding]:
+    def ranks(self, now: Measures, slow: Bools, are_many: bool) -> list[Finding]:
         """Findings about slow ranks, or about too many of them."""
         window, levelled = now.window, now.levelled
         verdicts = self.uneven(now) if now.few.all() else []
@@ -176,11 +174,11 @@ class Judge:
         )
         return verdicts + self.accuse(now, np.zeros_like(slow) if are_many else slow)
 
-    def named(self) -> NDArray[np.bool_]:
+    def named(self) -> Bools:
         """[N] ranks confirmed as slow or pausing."""
         return np.asarray(self.accused.confirmed | self.pausers.confirmed)
 
-    def slow_group(self, medians: Array, own: Array | None, chance: float) -> NDArray[np.bool_] | None:
+    def slow_group(self, medians: Array, own: Array | None, chance: float) -> Bools | None:
         """[R] slow ranks, if they are numerous enough to distort the spread or even the median; otherwise None.
 
         Up to half of the ranks show as a gap between two groups; more than half, only against their own baseline.
@@ -195,7 +193,7 @@ class Judge:
                 return risen
         return None
 
-    def accuse(self, now: Measures, slow: NDArray[np.bool_]) -> list[Finding]:
+    def accuse(self, now: Measures, slow: Bools) -> list[Finding]:
         """Records the slow ranks of a window; returns findings about ranks whose state changes."""
         window = now.window
         self.extra[window.ranks[slow]] += self.extra_of(window, np.flatnonzero(slow))
@@ -203,7 +201,7 @@ class Judge:
         self.extra[window.ranks[~self.accused.confirmed[window.ranks] & ~slow]] = 0
         return [finding for state, ranks in changes.items() for finding in self.findings_of(now, state, ranks)]
 
-    def findings_of(self, now: Measures, state: FindingState, ranks: NDArray[np.int64]) -> list[Finding]:
+    def findings_of(self, now: Measures, state: FindingState, ranks: Ints) -> list[Finding]:
         """Returns one finding per rank, or one per host if all ranks of a host with several have this state.
 
         If there are more than ``single_reports``, the slowest are reported one by one and the others together.
@@ -225,7 +223,7 @@ class Judge:
             groups = [*groups[: self.rule.single_reports], (Kind.RANK, sorted(rest))]
         return [self.finding_of(now, state, kind, place_of[members]) for kind, members in groups]
 
-    def finding_of(self, now: Measures, state: FindingState, kind: Kind, places: NDArray[np.int64]) -> Finding:
+    def finding_of(self, now: Measures, state: FindingState, kind: Kind, places: Ints) -> Finding:
         """Returns one finding about the ranks at ``places`` in the window."""
         window = now.window
         ranks = window.ranks[places]
@@ -249,7 +247,7 @@ class Judge:
             note="together with the other slow ranks" if together.sum() > len(ranks) else "",
         )
 
-    def extra_of(self, window: Window, places: NDArray[np.int64]) -> Array:
+    def extra_of(self, window: Window, places: Ints) -> Array:
         """[len(places), len(CAUSES)] seconds per step in each phase above the peers', or the baseline's if few."""
         usual, past = np.zeros(window.typical.shape), self.baseline.typical
         for group in self.peers.groups(window.ranks):
@@ -278,7 +276,7 @@ class Judge:
             cost=float(now.cost[worst]),
         )
 
-    def is_one_host_that_changed(self, window: Window, slow: NDArray[np.bool_], own: Array | None) -> bool:
+    def is_one_host_that_changed(self, window: Window, slow: Bools, own: Array | None) -> bool:
         """Whether the slow ranks are exactly one host's, and only they have slowed down."""
         if own is None or not slow.any() or slow.all():
             return False
@@ -324,7 +322,7 @@ class Judge:
 
     # --- all ranks ---------------------------------------------------------------------------------------------------
 
-    def turns(self, window: Window, busy: Array, blamed: NDArray[np.bool_]) -> float:
+    def turns(self, window: Window, busy: Array, blamed: Bools) -> float:
         """Fraction of the time lost because peers that are not blamed take turns at being slowest."""
         step_s = slowness.step_seconds(window.busy, window.wait) / window.steps
         if self.peers.by_own_past or step_s < self.rule.shortest_turns:
@@ -358,7 +356,7 @@ class Judge:
             power=power if explained or power is None else 0.0,
         )
 
-    def uneven_plan(self, now: Measures, blamed: NDArray[np.bool_]) -> list[Finding]:
+    def uneven_plan(self, now: Measures, blamed: Bools) -> list[Finding]:
         """Finding about a pipeline stage or tensor index that takes longer on every rank that has it."""
         grid, window = self.peers.grid, now.window
         if grid.is_plain:
@@ -381,7 +379,7 @@ class Judge:
             load=load,
         )
 
-    def change_of_all(self, now: Measures, own: Array, blamed: NDArray[np.bool_]) -> list[Finding]:
+    def change_of_all(self, now: Measures, own: Array, blamed: Bools) -> list[Finding]:
         """Findings about a slower exchange, or about all ranks being slower than at the start.
 
         Ranks already blamed are left out: a global finding needs at least 80% of the others to be slower.
@@ -410,7 +408,7 @@ class Judge:
             cost=(is_now - was) / max(step + is_now - was, 1e-9),
         )
 
-    def abstain(self, window: Window, silent: NDArray[np.bool_]) -> list[Finding]:
+    def abstain(self, window: Window, silent: Bools) -> list[Finding]:
         """Finding that ranks without exchange marks cannot be compared: their busy time includes their waiting."""
         return self.condition(
             Kind.ABSTAIN,

@@ -6,14 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.monitor.chief import slowness
 from hpctrain.run.grid import Grid
+from hpctrain.system.arrays import Array, Bools, Ints
 
-Array = NDArray[np.floating]
 AXES = ("stage", "tensor")
-Ranks = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -50,19 +48,19 @@ class Peers:
         """[N] equal for ranks that are compared."""
         self.most_few = few
 
-    def groups(self, ranks: Ranks) -> list[Ranks]:
+    def groups(self, ranks: Ints) -> list[Ints]:
         """Indexes into the window's ranks, one array per group of compared ranks."""
         number = self.group[ranks]
         return [np.flatnonzero(number == each) for each in np.unique(number)]
 
-    def few(self, ranks: Ranks) -> NDArray[np.bool_]:
+    def few(self, ranks: Ints) -> Bools:
         """[R] ranks in groups too small for their median to be a reference."""
         found = np.zeros(len(ranks), dtype=bool)
         for group in self.groups(ranks):
             found[group] = len(group) <= self.most_few
         return found
 
-    def compared(self, ranks: Ranks, past: Array | None) -> Iterator[tuple[Ranks, Array]]:
+    def compared(self, ranks: Ints, past: Array | None) -> Iterator[tuple[Ints, Array]]:
         """Groups of compared ranks, with the divisors of their times; none if they cannot be compared yet.
 
         Args:
@@ -77,7 +75,7 @@ class Peers:
             scale = np.maximum(past[ranks], 1e-9)
         yield from ((group, scale[group]) for group in self.groups(ranks))
 
-    def excess(self, values: Array, ranks: Ranks, past: Array | None) -> Array:
+    def excess(self, values: Array, ranks: Ints, past: Array | None) -> Array:
         """[R] fraction by which each rank's value is above the median of its peers."""
         found = np.zeros(len(values))
         for group, scale in self.compared(ranks, past):
@@ -85,7 +83,7 @@ class Peers:
                 found[group] = slowness.excess_of_each(values[group] / scale)
         return found
 
-    def robust_z(self, medians: Array, busy: Array, ranks: Ranks, past: Array | None) -> Array:
+    def robust_z(self, medians: Array, busy: Array, ranks: Ints, past: Array | None) -> Array:
         """[R] ``statistics.robust_z`` within each group."""
         found = np.zeros(len(medians))
         for group, scale in self.compared(ranks, past):
@@ -94,7 +92,7 @@ class Peers:
                 found[group] = slowness.robust_z(medians[group] / scale, busy[group] / scale[:, None], between)
         return found
 
-    def levelled(self, medians: Array, ranks: Ranks, past: Array | None) -> Array:
+    def levelled(self, medians: Array, ranks: Ints, past: Array | None) -> Array:
         """[R] medians as multiples of the peers' median: differences between stages or tensor indexes drop out."""
         found = np.ones(len(medians))
         for group, scale in self.compared(ranks, past):
@@ -102,12 +100,12 @@ class Peers:
             found[group] = own / max(float(np.median(own)), 1e-9)
         return found
 
-    def on(self, ranks: Ranks, axis: str, index: int) -> NDArray[np.bool_]:
+    def on(self, ranks: Ints, axis: str, index: int) -> Bools:
         """[R] ranks that have this stage or tensor index."""
         stage, tensor = np.divmod(self.cohort[ranks], self.grid.tensor)
         return np.asarray((stage if axis == "stage" else tensor) == index)
 
-    def levels(self, medians: Array, ranks: Ranks, counts: NDArray[np.bool_]) -> dict[int, float]:
+    def levels(self, medians: Array, ranks: Ints, counts: Bools) -> dict[int, float]:
         """Seconds of each cohort, by number: the (lower) median over its ranks that count."""
         number = self.cohort[ranks]
         found = {}

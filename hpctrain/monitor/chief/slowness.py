@@ -10,12 +10,10 @@ import math
 from statistics import NormalDist
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.monitor.window import BUSY, CAUSES, GC
+from hpctrain.system.arrays import Array, Bools, Ints
 from hpctrain.train.clock import Phase
-
-Array = NDArray[np.floating]
 
 MAD_TO_SIGMA = 1.4826
 """Sigma of a normal distribution over its median absolute deviation."""
@@ -81,7 +79,7 @@ def cost_of_each(busy: Array, wait: Array) -> Array:
     return saved / step_seconds(busy, wait)
 
 
-def cost_of_group(busy: Array, wait: Array, members: NDArray[np.bool_]) -> float:
+def cost_of_group(busy: Array, wait: Array, members: Bools) -> float:
     """Fraction of the window saved if these ranks were no slower than the slowest of the rest in every step."""
     if members.all():
         return 0.0
@@ -171,7 +169,7 @@ def chance_excess(busy: Array, z: float) -> float:
     return math.expm1(z * MEDIAN_ERROR * spread_below(busy) / math.sqrt(busy.shape[1]))
 
 
-def pauses(busy: Array) -> tuple[NDArray[np.int64], Array]:
+def pauses(busy: Array) -> tuple[Ints, Array]:
     """Counts single long steps, which medians do not show.
 
     A pause is a step longer than 1.5 times the rank's own median in which the rank is also the slowest. Consecutive
@@ -206,7 +204,7 @@ def chance_of_so_many(count: int, total: int, ranks: int) -> float:
     return min(1.0, sum(math.exp(term) for term in terms))
 
 
-def upper_group(medians: Array, gap: float) -> NDArray[np.bool_]:
+def upper_group(medians: Array, gap: float) -> Bools:
     """[R] ranks above the widest relative gap in the sorted medians, if that gap is at least ``gap``."""
     ordered = np.sort(medians)
     widths = np.diff(ordered) / np.maximum(ordered[:-1], 1e-9)

@@ -23,6 +23,7 @@ from hpctrain.monitor.framing import Message
 from hpctrain.run.events import RankDevice, Straggler
 from hpctrain.run.run_status import LiveRank, LiveWindow
 from hpctrain.run.time_account import SHORT_S
+from hpctrain.system.arrays import Ints
 from hpctrain.system.files import write_atomically
 
 COLUMNS = 512
@@ -43,7 +44,7 @@ class Heat:
         self.window_steps = window_steps
         self.used = 0
 
-    def add(self, index: int, ranks: NDArray[np.int64], excess: NDArray[np.floating]) -> None:
+    def add(self, index: int, ranks: Ints, excess: NDArray[np.floating]) -> None:
         """Adds a window."""
         while (column := index * self.window_steps // self.steps_per_column) >= COLUMNS:
             self.values[:, : COLUMNS // 2] = np.fmax(self.values[:, ::2], self.values[:, 1::2])

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from numpy.typing import NDArray
 
 from hpctrain.monitor import shared
 from hpctrain.monitor.chief.hang import ENDED, GONE, STOPPED, Beat
@@ -23,6 +22,7 @@ from hpctrain.monitor.node import stacks
 from hpctrain.monitor.node.gpu_readings import AmdSmi, GpuReading, Nvml, open_gpus
 from hpctrain.monitor.window import ARRAYS, Window, condense
 from hpctrain.system import processes
+from hpctrain.system.arrays import Floats
 
 BEAT_S = 1.0
 """Seconds between reports of the heartbeats."""
@@ -111,7 +111,7 @@ class Node:
             messages += self.findings(heads, now)
         return messages
 
-    def windows(self, heads: NDArray[np.float64]) -> list[Message]:
+    def windows(self, heads: Floats) -> list[Message]:
         """Windows that all ranks of the node have completed."""
         steps, found = self.plan.window_steps, []
         while (self.next_window + 1) * steps <= heads[:, shared.STEPS].min():
@@ -124,7 +124,7 @@ class Node:
             found.append(window_message(condense(index, self.ranks, rows)))
         return found
 
-    def beat(self, heads: NDArray[np.float64], now: float) -> Message:
+    def beat(self, heads: Floats, now: float) -> Message:
         """Makes the message with each rank's heartbeat."""
         beats = [
             Beat(
@@ -146,14 +146,14 @@ class Node:
         }
         return Message("beat", fields)
 
-    def state(self, head: NDArray[np.float64]) -> str:
+    def state(self, head: Floats) -> str:
         """A rank's state: ended, gone, stopped, the kernel's letter, or a question mark if it cannot be read."""
         if head[shared.STATE] == shared.FINISHED:
             return ENDED
         letter = processes.look(int(head[shared.PID]), head[shared.STARTED])
         return {processes.GONE: GONE, "Z": GONE, "X": GONE, "T": STOPPED, "t": STOPPED}.get(letter, letter)
 
-    def findings(self, heads: NDArray[np.float64], now: float) -> list[Message]:
+    def findings(self, heads: Floats, now: float) -> list[Message]:
         """Reads the host's counters and reports what stands out since the last reading."""
         pids = [int(head[shared.PID]) for head in heads if head[shared.STATE] != shared.JOINING]
         try:
@@ -173,9 +173,7 @@ class Node:
             messages.append(Message("findings", fields))
         return messages
 
-    def devices(
-        self, heads: NDArray[np.float64], before: host_counters.Reading, now: host_counters.Reading
-    ) -> Iterator[Message]:
+    def devices(self, heads: Floats, before: host_counters.Reading, now: host_counters.Reading) -> Iterator[Message]:
         """The energy used so far, the ranks' GPUs, and broken ones; nothing if nothing is known."""
         for part, joules in host_counters.energy(before, now).items():
             self.joules[part] = self.joules.get(part, 0.0) + joules
@@ -256,7 +254,7 @@ class Node:
         )
 
 
-def used(gpus: Sequence[GpuReading], heads: NDArray[np.float64]) -> list[GpuReading]:
+def used(gpus: Sequence[GpuReading], heads: Floats) -> list[GpuReading]:
     """The GPUs that the node's ranks are on: others may be another job's. All, if the ranks do not know theirs."""
     places = {int(head[shared.GPU_PLACE]) for head in heads} - {0}
     return [gpu for gpu in gpus if not places or gpu.place in places]
