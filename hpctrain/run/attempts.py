@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import functools
@@ -207,7 +206,7 @@ class Attempts:
         )
         identity = {"id": info.get("id") or uuid.uuid4().hex, "created": info.get("created") or time.time()}
         record = _json({"run": identity, "attempt": begun.to_json()})
-        number = files_patiently(lambda: self.ids.take(record, above=info.get("fence", 0)))
+        number = files_patiently(lambda: self.ids.take(record))
         files_patiently(self._summarise)
         if run_yaml is not None:
             files_patiently(lambda: write_atomically(self.run_dir.run_yaml, run_yaml.encode(), self.run_dir.path))
@@ -241,11 +240,8 @@ class Attempts:
         return since_fresh(files_patiently(self.info))
 
     def fence(self) -> int:
-        """Returns the number of the newest attempt, 0 before the first. Older versions store it in run.json only."""
-        written = 0
-        with contextlib.suppress(UserError):  # run.json is damaged; this version's attempts have their own files
-            written = self.info().get("fence", 0)
-        return max(written, self.ids.newest())
+        """Returns the number of the newest attempt, 0 before the first."""
+        return self.ids.newest()
 
     def check_fence(self, attempt: int) -> None:
         """Checks that an attempt may still write.
@@ -297,19 +293,16 @@ class Attempts:
         return info
 
     def _gather(self) -> dict[str, Any]:
-        """Assembles run.json from the attempts' own files; keeps fields that are only in run.json."""
-        info = self.info()
-        entries = {entry["attempt"]: entry for entry in info.get("attempts", [])}
-        taken = self.ids.taken()
+        """Assembles run.json from the attempts' own files."""
+        attempts: list[dict[str, Any]] = []
         identity: dict[str, Any] = {}
         fields: dict[str, Any] = {}
-        for number in sorted({*entries, *taken}):
+        for number in self.ids.taken():
             begun, added, ended = (_read_object(self.ids.path(number, what)) for what in ("", "fields", "ended"))
-            entries[number] = {"attempt": number, **entries.get(number, {}), **_object(begun.get("attempt")), **ended}
+            attempts.append({"attempt": number, **_object(begun.get("attempt")), **ended})
             identity = identity or _object(begun.get("run"))
             fields |= added
-        fence = max([info.get("fence", 0), *taken])
-        return {**info, **identity, **fields, "fence": fence, "attempts": [entries[key] for key in sorted(entries)]}
+        return {**identity, **fields, "fence": self.fence(), "attempts": attempts}
 
 
 def since_fresh(info: Mapping[str, Any]) -> list[Attempt]:

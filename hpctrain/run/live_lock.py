@@ -204,7 +204,7 @@ class LiveLock:
         return self.ids.claim(self.number, _encode(self.holder)) and self.ids.newest() == self.number
 
     def _live_holder(self, newest: int) -> Holder | None:
-        """Returns the live holder by the newest ticket and the lock file (all that older versions write), or None."""
+        """Returns the live holder by the newest ticket and the lock file, or None."""
         ticket = self.ids.path(newest)
         for path in (self.file,) if self._is_released(newest) else (self.file, ticket):
             other = _settled(path)
@@ -328,10 +328,10 @@ class UniqueIds:
         self.make_folder()
         return create_exclusively(self.path(number), content, self.run)
 
-    def take(self, content: bytes, above: int = 0) -> int:
-        """Takes and returns the next number above ``above`` and all taken ones. Raises RunFailed; see ``claim``."""
+    def take(self, content: bytes) -> int:
+        """Takes and returns the next number above all taken ones. Raises RunFailed; see ``claim``."""
         with writing(self.folder):
-            number = max(above, self.newest()) + 1
+            number = self.newest() + 1
         while not self.claim(number, content):
             number += 1
         return number

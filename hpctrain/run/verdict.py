@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
 from hpctrain.errors import Code, ExitCode, Replaced
-from hpctrain.system.json_shape import fits, is_count
+from hpctrain.system.json_shape import maker
 
 ORDERLY_CODES = (Code.COMPLETED, Code.STOPPED, Code.TIME_LIMIT)
 """Codes of attempts that ended in order."""
-BY_SUPERVISOR = (*(Code.KILLED, Code.OUT_OF_MEMORY, Code.NODE, Code.HANG), *(Code.VANISHED, Code.STOP, Code.PREFLIGHT))
-"""Codes of failures that the supervisor finds; the field ``cause`` uses the same names."""
-BY_CAUSE = {"replaced": Code.IN_USE, **{code.value: code for code in BY_SUPERVISOR}}
-"""Code by ``cause``, for stored verdicts that have no code."""
 FIXES: Mapping[Code, str] = {
     Code.OUT_OF_MEMORY: "use a smaller batch (train.accumulate keeps the global one) or fewer data.workers, request "
     "more memory, or split the model by a plan (hpctrain plan run.yaml shows what fits)",
     Code.NETWORK: "the same command resumes it; if it happens again, check the address, and whether nodes reach it",
 }
 """Advice by code, for codes that mean the same wherever they occur."""
-
-_is_verdict = fits(
-    {
-        **dict.fromkeys(("action", "reason", "fix", "host", "code", "cause"), (str, None)),
-        **{"exit_code": (int, None), "rank": (is_count, None)},
-    }
-)
 
 
 class Action(StrEnum):
@@ -64,17 +53,6 @@ class RunVerdict:
     """Whether the attempt ended before any rank was started."""
 
     @property
-    def cause(self) -> str | None:
-        """Value of the field ``cause`` in run.json, which predates codes; None if nothing failed."""
-        if self.before_ranks:
-            return "preflight"
-        if self.code is Code.IN_USE:
-            return "replaced"
-        if self.code in BY_SUPERVISOR:
-            return self.code.value
-        return None if self.code in (*ORDERLY_CODES, Code.UNKNOWN) else "error"
-
-    @property
     def is_failure(self) -> bool:
         """Whether the attempt did not end as planned or on request."""
         is_stop = self.action in (Action.DONE, Action.STOP)
@@ -82,35 +60,18 @@ class RunVerdict:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields for run.json and the last words."""
-        return {
-            "action": self.action.value,
-            "exit_code": int(self.exit_code),
-            "reason": self.reason,
-            "fix": self.fix,
-            "rank": self.rank,
-            "host": self.host,
-            "code": self.code.value,
-            "cause": self.cause,
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, saved: Any) -> RunVerdict | None:
         """Inverse of ``to_json``; None if ``saved`` is empty or not valid."""
-        if not _is_verdict(saved):
+        try:
+            return _verdict_of(saved)
+        except ValueError:
             return None
-        action, exit_code, cause = saved.get("action"), saved.get("exit_code"), saved.get("cause")
-        if action not in set(Action):
-            return None
-        return cls(
-            Action(action),
-            ExitCode(exit_code) if exit_code in set(ExitCode) else ExitCode.FAILURE,
-            saved.get("reason") or "",
-            saved.get("fix") or "",
-            saved.get("rank"),
-            saved.get("host"),
-            Code.read(saved["code"]) if "code" in saved else BY_CAUSE.get(cause or "", Code.UNKNOWN),
-            before_ranks=cause == "preflight",
-        )
+
+
+_verdict_of = maker(RunVerdict, exit_code=ExitCode)
 
 
 def failed_with(code: Code, reason: str, fix: str, rank: int | None = None, host: str | None = None) -> RunVerdict:

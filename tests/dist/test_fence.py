@@ -54,7 +54,7 @@ def ends_replaced(child: subprocess.Popen[str], run: RunDir, lock: LiveLock, ste
     assert "has been replaced by" in said or "has been taken over by" in said
     lock.check()
     assert read(run.lock_file) == lock.holder
-    assert Attempts(run).info()["fence"] == 2 and Attempts(run).info()["attempts"][0]["verdict"]["cause"] == "replaced"
+    assert Attempts(run).info()["fence"] == 2 and Attempts(run).info()["attempts"][0]["verdict"]["code"] == "in_use"
     assert Attempts(run).all()[1].verdict is None
     assert committed(run) == steps
     assert not leftovers(run.path.parent)

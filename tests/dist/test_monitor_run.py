@@ -85,7 +85,7 @@ def test_a_stopped_rank_ends_the_attempt_as_a_hang_and_the_same_command_goes_on(
     words = read_words(RunDir(tmp_path / "run"), 1)
     assert words is not None and words.verdict is not None
     verdict = words.verdict.to_json()
-    assert (verdict["cause"], verdict["action"], verdict["rank"]) == ("hang", "do_not_requeue", culprit["rank"])
+    assert (verdict["code"], verdict["action"], verdict["rank"]) == ("hang", "do_not_requeue", culprit["rank"])
     assert f"rank {culprit['rank']} on" in stdout + stderr
     assert not leftovers(tmp_path)
     done = RunDir(tmp_path / "run").newest_checkpoint_step()

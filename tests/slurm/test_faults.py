@@ -42,7 +42,7 @@ def first_verdict(run: Run) -> dict[str, object]:
 def assert_lost(run: Run, host: str) -> None:
     """Check that the first attempt ended because a node was lost, however the ranks elsewhere ended."""
     verdict = first_verdict(run)
-    assert (verdict["host"], verdict["cause"]) == (host, "node"), f"{verdict}\n{run.log()}"
+    assert (verdict["host"], verdict["code"]) == (host, "node"), f"{verdict}\n{run.log()}"
     assert run.cause() == "node"
     assert run.verdicts() == ["requeue", "done"], run.log()
 
@@ -115,7 +115,7 @@ def test_a_node_that_cannot_start_its_ranks_is_named_and_the_next_attempt_gets_a
     cluster.run("scontrol", "release", job)
     run.wait(job, "COMPLETED", "FAILED")
     verdict = first_verdict(run)
-    assert (verdict["rank"], verdict["host"], verdict["cause"]) == (2, "n2", "node"), run.log()
+    assert (verdict["rank"], verdict["host"], verdict["code"]) == (2, "n2", "node"), run.log()
     assert "could not be started on n2" in str(verdict["reason"])
     assert run.verdicts() == ["requeue", "done"]
 
@@ -172,7 +172,7 @@ def test_an_out_of_memory_kill_is_called_one(train: Callable[..., Run], small_no
     job = run.submit()
     run.wait(job, "FAILED")
     verdict = first_verdict(run)
-    assert (verdict["cause"], verdict["host"]) == ("out_of_memory", "n1"), f"{verdict}\n{run.log()}"
+    assert (verdict["code"], verdict["host"]) == ("out_of_memory", "n1"), f"{verdict}\n{run.log()}"
     assert verdict["rank"] in run.may_be_named(1), f"{verdict}\n{run.log()}"
     assert run.cause() == "out_of_memory"
 

@@ -207,13 +207,12 @@ def test_the_cause_of_a_failure_is_its_code_whatever_its_sentence_says(code):
     assert answer.cause is code and answer.title and "something of rank 1" in answer.text.lower()
 
 
-def test_what_an_earlier_version_wrote_is_shown_and_not_read():
+def test_a_failure_without_a_code_is_shown_and_not_read():
     old = {
         "action": "requeue",
         "exit_code": 70,
         "reason": "No space left on device",
         "fix": "do this",
-        "cause": "error",
     }
     answer = explain(with_attempts([attempt(1, 0, 5, **old)]))
     assert (answer.cause, answer.title) == (Code.UNKNOWN, "The run failed")

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from hpctrain.comm.world import alone
-from hpctrain.errors import Code, ExitCode, Replaced, UserError
+from hpctrain.errors import ExitCode, Replaced, UserError
 from hpctrain.launch.attempt import Launch, Limits
 from hpctrain.launch.supervisor import supervise
 from hpctrain.rank.stop_requests import StopRequests
@@ -29,7 +29,6 @@ from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.live_lock import TO_SUBMIT, LiveLock, at_work, myself, read
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
-from hpctrain.run.verdict import failed_with
 from hpctrain.system.signals import StopSignals
 from tests.support.command import wait_for
 from tests.support.mpi import PATIENCE_S
@@ -181,34 +180,6 @@ Attempts(run).amend(1, failed_with(Code.KILLED, "late", ""))
     ]
     with pytest.raises(Replaced):
         Attempts(run).check_fence(1)
-
-
-def test_a_folder_of_an_older_version_goes_on_above_its_fence(run):
-    past = [{"attempt": 4, "from_step": None, "to_step": 7}, {"attempt": 5, "host": "n1"}]
-    old = {"id": "abc", "created": 1.5, "fence": 5, "attempts": past, "reducer": {"ranks": 2, "reducer": "mpi"}}
-    run.run_json.write_text(json.dumps(old))
-    Attempts(run).check_fence(5)
-    assert Attempts(run).begin(Attempt(host="n2")) == 6
-    Attempts(run).amend(5, failed_with(Code.VANISHED, "gone", ""))
-    info = Attempts(run).info()
-    assert {key: info[key] for key in ("id", "created", "reducer", "fence")} == {
-        **{key: old[key] for key in ("id", "created", "reducer")},
-        "fence": 6,
-    }
-    assert info["attempts"][0] == past[0] and info["attempts"][1]["verdict"]["code"] == "vanished"
-    assert [entry["host"] for entry in info["attempts"][1:]] == ["n1", "n2"]
-    with pytest.raises(Replaced, match="by attempt 6"):
-        Attempts(run).check_fence(5)
-
-
-def test_an_attempt_that_an_older_version_began_counts(run):
-    Attempts(run).begin()
-    info = Attempts(run).info()
-    run.run_json.write_text(json.dumps({**info, "fence": 2, "attempts": [*info["attempts"], {"attempt": 2}]}))
-    with pytest.raises(Replaced, match="by attempt 2"):
-        Attempts(run).check_fence(1)
-    assert Attempts(run).begin() == 3
-    assert [attempt.number for attempt in Attempts(run).all()] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"attempt": 3, "run": []}'])

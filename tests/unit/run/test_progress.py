@@ -196,9 +196,13 @@ def test_memory_does_not_grow_with_the_events():
         ([{"attempt": 2}], (1, "stop_requested"), "running"),
         ([{"attempt": 1}], (1, "completed"), "completed"),
         ([{"attempt": 1}], (1, "a reason of a newer version"), "unknown"),
-        ([{"attempt": 1, "ended": 1.0, "verdict": {"action": "requeue"}}], None, "failed"),
-        ([{"attempt": 1, "ended": 1.0, "verdict": {"action": "requeue", "exit_code": 75}}], None, "stop"),
-        ([{"attempt": 1, "ended": 1.0, "verdict": {"action": "stop"}}], None, "stop"),
+        (
+            [{"attempt": 1, "ended": 1.0, "verdict": {"action": "requeue", "exit_code": 70, "reason": ""}}],
+            None,
+            "failed",
+        ),
+        ([{"attempt": 1, "ended": 1.0, "verdict": {"action": "requeue", "exit_code": 75, "reason": ""}}], None, "stop"),
+        ([{"attempt": 1, "ended": 1.0, "verdict": {"action": "stop", "exit_code": 75, "reason": ""}}], None, "stop"),
         ([{"attempt": 1, "ended": 1.0}], None, "unknown"),
     ],
 )

@@ -241,17 +241,6 @@ def test_a_verdict_is_read_as_it_was_written(code, before_ranks):
     assert RunVerdict.from_json(verdict.to_json()) == verdict
 
 
-@pytest.mark.parametrize(
-    ("cause", "code"),
-    [("node", Code.NODE), ("replaced", Code.IN_USE), ("error", Code.UNKNOWN), (None, Code.UNKNOWN)],
-)
-def test_verdicts_without_codes_tell_what_their_cause_tells(cause, code):
-    """As an earlier version wrote them: their sentences are not read."""
-    saved = {"action": "requeue", "exit_code": 70, "reason": "No space left on device", "cause": cause}
-    verdict = RunVerdict.from_json(saved)
-    assert verdict is not None and (verdict.code, verdict.reason) == (code, saved["reason"])
-
-
 @pytest.mark.parametrize("saved", [{}, {"action": None}, {"action": "of a later version"}])
 def test_what_is_no_verdict(saved):
     assert RunVerdict.from_json(saved) is None
