@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,7 @@ class Contents:
         if self.left_out:
             self.left_out.update(tensors, self.group.allgather)
             tensors = self.left_out.without(tensors)
-            meta[FROZEN] = self.left_out.record.to_json()
+            meta[FROZEN] = asdict(self.left_out.record)
         return tensors, meta
 
     def undeclared(self, training: Training) -> str | None:

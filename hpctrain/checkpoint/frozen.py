@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from hpctrain.checkpoint.format.durable_files import crc32, judged
-from hpctrain.checkpoint.format.layout import ITEM_TYPES, converted
-from hpctrain.checkpoint.format.strict_json import JsonReader
+from hpctrain.checkpoint.format.layout import ITEM_TYPES, DamagedCheckpoint, converted
 from hpctrain.checkpoint.lora import Weights
 from hpctrain.checkpoint.read_retry import patiently
 from hpctrain.checkpoint.weight_files import MODEL
 from hpctrain.errors import UserError
 from hpctrain.system.arrays import Array
+from hpctrain.system.json_shape import maker
 from hpctrain.train.saved_arrays import DerivedArrays, Place, SavedArrays, runs_of_rows
 from hpctrain.train.state import Placement, StateTensor
 
@@ -48,16 +48,6 @@ class FrozenWeight:
     crc32: str
     """Checksum of its values in the source, as 8 hex digits."""
 
-    @classmethod
-    def parse(cls, value: Any, where: str) -> FrozenWeight:
-        """Read a record. Raises DamagedCheckpoint."""
-        entry = JsonReader(value, where)
-        shape = entry.list_of("shape", lambda axis, _: entry.in_range(axis, 0, 2**56, "a length"))
-        dtype = entry.get("dtype", str, "a string")
-        if dtype not in ITEM_TYPES:
-            entry.fail(f"unknown type {dtype[:50]!r}")
-        return cls(entry.get("there", str, "a string"), shape, dtype, f"{entry.crc32():08x}")
-
 
 @dataclass(frozen=True)
 class FrozenRecord:
@@ -71,22 +61,21 @@ class FrozenRecord:
     """By name in the checkpoint."""
 
     @classmethod
-    def parse(cls, value: Any, where: str) -> FrozenRecord:
-        """Read ``to_json``. Raises DamagedCheckpoint."""
-        entry = JsonReader(value, where)
-        weights = entry.get("weights", dict, "an object")
-        named = {name: FrozenWeight.parse(one, f"{where}, {name}") for name, one in weights.items()}
-        return cls(entry.get("init_from", str, "a string"), entry.get("path", str, "a string"), named)
-
-    def to_json(self) -> dict[str, Any]:
-        """For the checkpoint's meta."""
-        return asdict(self)
+    def of(cls, meta: Mapping[str, Any], where: Path) -> FrozenRecord:
+        """The record in the meta of a checkpoint, which is in the folder ``where``. Raises DamagedCheckpoint."""
+        try:
+            return _record_of(meta[FROZEN])
+        except ValueError as error:
+            raise DamagedCheckpoint(f"{where}, {FROZEN}: {error}") from error
 
     def moved(self, init_from: str | None) -> FrozenRecord:
         """The record if the run file now names this source."""
         if init_from is None or init_from == self.init_from:
             return self
         return replace(self, init_from=init_from, path=os.path.abspath(init_from))
+
+
+_record_of = maker(FrozenRecord)
 
 
 def checksum(arrays: SavedArrays, name: str) -> str:

@@ -228,7 +228,7 @@ class LoadCandidate:
         saved, source = self.manifest, None
         dtypes = {spec.name: spec.dtype for spec in saved.tensors().values()}
         if FROZEN in saved.meta:
-            record = FrozenRecord.parse(saved.meta[FROZEN], f"{self.folder}, {FROZEN}")
+            record = FrozenRecord.of(saved.meta, self.folder)
             share = (self.group.rank, self.group.size)
             source = FrozenSource(record.moved(self.init_from), share, open_source)
             arrays, dtypes = source.complete(arrays), source.dtypes() | dtypes

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hpctrain.config.sections import DECISIVE, PARTS
 from hpctrain.errors import UserError
-from hpctrain.system.json_shape import flat
+from hpctrain.system.json_shape import finite, flat
 
 LENGTH = ("train.epochs", "train.steps")
 """Keys that set the run's length; decisive only if the learning rate depends on it."""
@@ -38,15 +37,6 @@ def identity_of(
     identity = {"config": run_file, "global_batch": global_batch, "data": fingerprint, "data_sources": list(sources)}
     plain: dict[str, Any] = json.loads(json.dumps(finite(identity, "not finite")))
     return plain
-
-
-def finite(value: Any, instead: Any) -> Any:
-    """Replace non-finite numbers, which JSON cannot represent, in a nested value."""
-    if isinstance(value, Mapping):
-        return {key: finite(item, instead) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item, instead) for item in value]
-    return instead if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def decisive(identity: Mapping[str, Any]) -> dict[str, Any]:

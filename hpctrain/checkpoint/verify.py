@@ -42,7 +42,7 @@ def verify_checkpoint(store: CheckpointStore, step: int) -> VerifyResult:
                 except DamagedCheckpoint as error:
                     problems.append(error.what)
             if FROZEN in manifest.meta:
-                record = FrozenRecord.parse(manifest.meta[FROZEN], f"{folder}, {FROZEN}")
+                record = FrozenRecord.of(manifest.meta, folder)
                 try:
                     FrozenSource(record, (0, 1), open_source).verify()
                 except UserError as error:

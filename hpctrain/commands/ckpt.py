@@ -21,7 +21,6 @@ from hpctrain.checkpoint.export import (
     model_weights,
 )
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
-from hpctrain.checkpoint.format.strict_json import JsonReader
 from hpctrain.checkpoint.inspect import everything, summary_tree, tensor_differences, tensor_summaries
 from hpctrain.checkpoint.mirror import locate
 from hpctrain.checkpoint.reading import Loaded
@@ -264,13 +263,10 @@ def saved_task(loaded: Loaded) -> tuple[Task, Dataset | Stream, Recipe, str]:
 
     if "identity" not in loaded.meta:
         raise UserError(f"{loaded.path} was not saved by a training run", "export it to a .safetensors file")
-    identity = JsonReader(loaded.meta["identity"], f"{loaded.path}, identity of the run")
-    config = JsonReader(identity.get("config", dict, "an object"), identity.where)
-    train = JsonReader(config.get("train", dict, "an object"), identity.where)
-    name, arguments = config.get("task", str, "a string"), config.get("task_args", dict, "an object")
-    seed, precision = config.integer("seed", 0, 2**64 - 1), train.get("precision", str, "a string")
+    config = loaded.meta["identity"]["config"]
+    seed, precision = config["seed"], config["train"]["precision"]
     with without_chatter():
-        task = load_task(name, arguments, alone(), partial(seed_task, seed, precision, 0))
+        task = load_task(config["task"], config["task_args"], alone(), partial(seed_task, seed, precision, 0))
     data = open_training_data(task)
     task, recipe = with_input(task, data, seed)
     return task, data, recipe, precision

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, dataclass_transform
 
 from hpctrain.run.rank_environment import current_attempt
-from hpctrain.system.json_shape import Reads, fields_of, is_count, is_number, is_time, misfit
+from hpctrain.system.json_shape import Reads, fields_of, finite, is_count, is_number, is_time, misfit
 from hpctrain.system.quantities import number
 from hpctrain.system.safe_read import parse_json
 
@@ -331,7 +330,7 @@ TakeOver = RunStarted | Resumed
 
 def encode(event: Event) -> bytes:
     """Encodes an event as one line of strict JSON. NaN and infinity, which JSON does not have, become null."""
-    return json.dumps(_finite(event.to_json()), allow_nan=False, separators=(", ", ": ")).encode() + b"\n"
+    return json.dumps(finite(event.to_json(), None), allow_nan=False, separators=(", ", ": ")).encode() + b"\n"
 
 
 class Decoder:
@@ -433,13 +432,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     return vars(value) if dataclasses.is_dataclass(value) else value
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value

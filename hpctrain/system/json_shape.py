@@ -174,3 +174,12 @@ def flat(section: Mapping[str, typing.Any], prefix: str = "") -> dict[str, typin
         else:
             result[prefix + key] = list(value) if isinstance(value, tuple) else value
     return result
+
+
+def finite(value: typing.Any, instead: str | None) -> typing.Any:
+    """Replaces numbers that JSON cannot represent, NaN and infinity, in a nested value."""
+    if isinstance(value, Mapping):
+        return {key: finite(item, instead) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item, instead) for item in value]
+    return instead if isinstance(value, float) and not math.isfinite(value) else value

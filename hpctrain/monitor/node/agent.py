@@ -29,6 +29,7 @@ from hpctrain.monitor.shared import PID, RingLayout, SlotReader
 from hpctrain.run.folder import RunDir
 from hpctrain.run.grid import Grid
 from hpctrain.system.channel import GREETING_S
+from hpctrain.system.json_shape import maker, sound
 
 POLL_S = 0.25
 LONGEST_TURN_S = 2.0
@@ -59,12 +60,9 @@ class AgentPlan:
     watching: int | None = None
     """Descriptor that the agent closes once it notices every death."""
 
-    @classmethod
-    def from_json(cls, text: str) -> AgentPlan:
-        """The inverse of ``json.dumps(dataclasses.asdict(plan))``."""
-        fields = json.loads(text)
-        fields["node"] = NodePlan(**{**fields["node"], "ranks": tuple(fields["node"]["ranks"])})
-        return cls(**{**fields, "layout": RingLayout(**fields["layout"]), "addresses": tuple(fields["addresses"])})
+
+plan_of = maker(AgentPlan, chief=sound(dict))
+"""The inverse of ``dataclasses.asdict``."""
 
 
 class Inputs:
@@ -326,7 +324,7 @@ def make_agent(plan: AgentPlan, descriptors: int) -> ChiefAgent | NodeAgent:
 def main() -> None:
     """Runs the agent."""
     detach()
-    plan = AgentPlan.from_json(sys.stdin.read())
+    plan = plan_of(json.load(sys.stdin))
     agent = make_agent(plan, raise_descriptors())
     agent.inputs.watch()
     death_watch.start(agent.node)

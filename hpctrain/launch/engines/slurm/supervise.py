@@ -247,7 +247,7 @@ def publish(verdict: RunVerdict, config: Config, run_dir: RunDir, job: Job) -> N
     """Prints a verdict; also puts it into the job's comment if it could not be printed or stored in the run folder."""
     said = report(verdict, run_dir)
     stored = of_job(run_dir, job).verdict
-    if not said or stored is None or stored.to_json() != verdict.to_json():
+    if not said or stored != verdict:
         comment(job, f"{verdict.reason}; fix: {verdict.fix}" if verdict.fix else verdict.reason, config)
 
 
