@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, dataclass_transform
 
 from hpctrain.run.rank_environment import current_attempt
-from hpctrain.system.json_shape import Reads, fields_of, finite, is_count, is_number, is_time, misfit
+from hpctrain.system.json_shape import Reads, fields_of, finite, is_number, is_time, sound
 from hpctrain.system.quantities import number
 from hpctrain.system.safe_read import parse_json
 
@@ -399,25 +399,22 @@ def resolve(events: Iterable[Event]) -> list[Event]:
 
 COMMON = ("time", "event", "step", "attempt")
 """Fields of every event."""
-_WRONG_COMMON = misfit({"time": is_time, "event": str, "step": is_count, "attempt": is_count, "schema": is_count})
-
-
 _FIELDS: Mapping[type[Event], Mapping[str, Reads]] = {
-    kind: {name: read for name, read in fields_of(kind).items() if name not in ("more", "called")}
+    kind: {name: read for name, read in fields_of(kind, time=sound(is_time)).items() if name not in ("more", "called")}
     for kind in (Event, OtherEvent, *KINDS.values())
 }
 
 
 def _read(found: dict[str, Any]) -> Event | str:
     """Returns the event, or a description of the field that has the wrong type."""
-    if wrong := _WRONG_COMMON(found):
-        return wrong
+    if type(found["event"]) is not str:
+        return "event"
     kind = KINDS.get(found["event"])
     fields, known, more = _FIELDS[kind or Event], {}, {}
     for name, value in found.items():
         if name not in fields:
             more[name] = value
-        elif value is not None:
+        elif value is not None or name in COMMON:
             try:
                 known[name] = fields[name](value)
             except ValueError:

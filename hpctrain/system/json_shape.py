@@ -64,8 +64,8 @@ def fits(shape: Shape) -> Fits:
         if str in shape:
             item = fits(shape[str])
             return lambda value: type(value) is dict and all(map(item, value.values()))
-        wrong = misfit(shape)
-        return lambda value: type(value) is dict and wrong(value) is None
+        fields = {key: fits(each) for key, each in shape.items()}
+        return lambda value: type(value) is dict and all(fields[key](value[key]) for key in fields.keys() & value)
     predicate: Fits = shape
     return predicate
 
@@ -80,34 +80,6 @@ def sound(shape: Shape) -> Reads:
         return value
 
     return checked
-
-
-def without_misfits(fields: Mapping[str, Reads]) -> Callable[[dict[str, typing.Any]], dict[str, typing.Any]]:
-    """Returns the function that drops keys of a mapping whose values cannot be read; null values are kept."""
-
-    def is_sound(key: str, value: typing.Any) -> bool:
-        try:
-            fields[key](value)
-        except ValueError:
-            return False
-        return True
-
-    return lambda found: {
-        key: value for key, value in found.items() if value is None or key not in fields or is_sound(key, value)
-    }
-
-
-def misfit(shape: dict[str, Shape]) -> Callable[[dict[str, typing.Any]], str | None]:
-    """Returns the function that finds the first key of a mapping whose value has the wrong shape; None if all fit."""
-    checks = {key: fits(each) for key, each in shape.items()}
-
-    def first(value: dict[str, typing.Any]) -> str | None:
-        for key, check in checks.items():
-            if key in value and not check(value[key]):
-                return key
-        return None
-
-    return first
 
 
 def maker(kind: type[T], **own: Reads) -> Callable[[typing.Any], T]:

@@ -176,7 +176,7 @@ def test_events_of_wrong_types_are_left_out_and_told_once(folder, view, cli):
     said = cli(*view, folder)
     if view[0] in ("explain", "compare", "report", "status", "watch"):
         told = " ".join((said.out + said.err).split())
-        assert told.count("events are left out, for step is not of the type") == 1, said
+        assert told.count("events are left out, for step of train is not of the type") == 1, said
 
 
 ODD = [1, "x", None, [], {}, [[]], {"attempts": 5}, {"attempts": [7]}, {"ranks": [7], "verdict": 5}, {"pid": "x"}]

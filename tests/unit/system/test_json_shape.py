@@ -9,7 +9,7 @@ from enum import StrEnum
 import pytest
 
 from hpctrain.errors import Code
-from hpctrain.system.json_shape import fits, is_count, is_time, maker, misfit, sound, without_misfits
+from hpctrain.system.json_shape import fits, is_count, is_time, maker, sound
 
 INF, NAN = float("inf"), float("nan")
 
@@ -37,16 +37,6 @@ def test_shapes(shape, right, wrong):
     for value in wrong:
         with pytest.raises(ValueError):
             sound(shape)(value)
-
-
-def test_the_misfit_is_named_or_left_out():
-    shape = {"step": is_count, "by": str}
-    assert misfit(shape)({"step": 3, "by": 7, "more": []}) == "by"
-    assert misfit(shape)({"step": 3}) is None
-    assert without_misfits({key: sound(each) for key, each in shape.items()})({"step": 3, "by": 7, "more": []}) == {
-        "step": 3,
-        "more": [],
-    }
 
 
 class Mood(StrEnum):
