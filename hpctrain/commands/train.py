@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.config.loading import add_run_file, dump, load
 from hpctrain.errors import UserError
-from hpctrain.rank.session import RankResult, Session, run_rank
+from hpctrain.rank.session import RankResult, Session, attend
 from hpctrain.run.folder import RunDir
 from hpctrain.run.resolve_run import configured, step
 from hpctrain.system import foreign_text
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         foreign_text.show(dump(load(args.run_file, args.overrides, say)), end="")
         return 0
     body = {"train": train, "evaluate": evaluate, "predict": predict}[args.command]
-    return run_rank(lambda session: body(args, session), args.verbose)
+    return attend(lambda session: body(args, session), args.verbose).exit_code
 
 
 def train(args: argparse.Namespace, session: Session) -> RankResult:

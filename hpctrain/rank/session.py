@@ -329,11 +329,6 @@ class End:
     error: BaseException | None = None
 
 
-def run_rank(body: Callable[[Session], RankResult], verbose: bool = False) -> int:
-    """Runs one rank's work; returns the process's exit code. See ``attend``."""
-    return attend(body, verbose).exit_code
-
-
 def attend(body: Callable[[Session], RankResult], verbose: bool = False, raises: bool = False) -> End:
     """Connects to the other ranks, calls ``body`` and leaves a last word.
 

@@ -121,11 +121,6 @@ def accepted(name: str) -> str:
     return "/".join(part for part in parts if part.strip("."))[:LONGEST_NAME].rstrip("/") or "_"
 
 
-def tracking_uri(uri: str) -> str:
-    """Returns an address unchanged, and for a folder the SQLite database in it (MLflow has dropped its file store)."""
-    return uri if is_address(uri) else f"sqlite:///{folder_of(uri) / 'mlflow.db'}"
-
-
 def experiment_of(client: Any, name: str, uri: str) -> str:
     """Returns an experiment's id, creating it if needed. For a folder, its artifacts are stored there too."""
     if found := client.get_experiment_by_name(name):
@@ -149,9 +144,11 @@ def make(run_dir: RunDir, uri: str, experiment: str) -> MlflowFollower:
         os.environ.setdefault(name, value)
     from mlflow import MlflowClient
 
-    if not is_address(uri):
+    server = uri
+    if not is_address(uri):  # of a folder, the database in it: MLflow has dropped its file store
         folder_of(uri).mkdir(parents=True, exist_ok=True)
-    return MlflowFollower(run_dir, MlflowClient(tracking_uri(uri)), uri, experiment)
+        server = f"sqlite:///{folder_of(uri) / 'mlflow.db'}"
+    return MlflowFollower(run_dir, MlflowClient(server), uri, experiment)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from hpctrain.config.values import refuse_credentials
-from hpctrain.data.dataset import Dataset
 from hpctrain.data.formats.arrow_values import require_exact, unified
 from hpctrain.data.formats.away import noticing, patiently
 from hpctrain.errors import UserError, requires
@@ -254,12 +253,6 @@ def checksum(files: Sequence[tuple[Any, ...]]) -> str:
         etag = f" {mark}" if isinstance(mark, str) else ""
         digest.update(f"{path[len(folder) :].lstrip('/')} {size}{etag}\n".encode())
     return digest.hexdigest()
-
-
-def listed_fingerprint(dataset: Dataset, address: str, origin: Mapping[str, Any]) -> str:
-    """The address and a hash of length, fields and the file listing."""
-    identity = f"{len(dataset)} {dict(dataset.fields)} {origin['files_sha256']}"
-    return f"{address} {hashlib.sha256(identity.encode()).hexdigest()[:16]}"
 
 
 def scan_of(fragment: Any, schema: Any, file: SeenFile, begin: int) -> Scan:

@@ -181,13 +181,6 @@ def test_how_slurm_tells_whose_a_job_is(tmp_path):
     assert not is_of(other, command=run.path / "job.sbatch", log=run.logs / "slurm-7.out"), "links that lie in it"
     assert not is_of(other, command=f"/any/portable.sbatch {tmp_path}/file.yaml")
     assert not is_of(run, command="(null)", log="/scratch/slurm-7.out")
-    percent = RunDir(tmp_path / "é%j")
-    percent.create()
-    shown = tmp_path / "é%7" / "logs" / "slurm-7.out"
-    assert is_of(percent, command="/any/script", log=shown), "scontrol of Slurm 22.05 shows %%j so"
-    assert is_of(percent, command="/any/script", log=percent.logs / "slurm-7.out")
-    assert not is_of(run, command="/any/script", log=shown)
-    assert not is_of(percent, command="/any/script", log=tmp_path / "é%x" / "logs" / "slurm-7.out")
     assert not is_of(run)
 
 

@@ -19,7 +19,7 @@ from hpctrain.errors import Code, ExitCode, HpctrainError, NoRequeue, RunFailed,
 from hpctrain.launch.engines.slurm import client, leave_out, preflight, stage_on_node
 from hpctrain.launch.engines.slurm.directives import keeps_job
 from hpctrain.launch.engines.slurm.job import Job, Who, who_ends
-from hpctrain.launch.engines.slurm.launcher import Launcher, Srun, candidates, empty_step, once_a_node
+from hpctrain.launch.engines.slurm.launcher import EMPTY_STEP, Launcher, Srun, candidates, once_a_node
 from hpctrain.launch.engines.slurm.probe import MARK, scratch_dir
 from hpctrain.launch.mpi_library import MpiRun, find_mpirun, probe
 from hpctrain.launch.postmortem import last_line
@@ -149,7 +149,7 @@ def skip_steps(run: RunDir, number: int) -> None:
     steps of a requeued job from 0 again, so a step with the same number would find the address in use.
     """
     for _ in range(number):
-        client.heard(run, empty_step(), {}, EMPTY_STEP_S)
+        client.heard(run, EMPTY_STEP, {}, EMPTY_STEP_S)
 
 
 def check(

@@ -109,9 +109,8 @@ def once_a_node(job: Job, command: Sequence[str], overlap: bool = False) -> list
     return ["srun", "--mpi=none", "--kill-on-bad-exit=1", "--input=none", *options, *command]
 
 
-def empty_step() -> list[str]:
-    """Returns the command line of a step that does nothing, on one node."""
-    return ["srun", "--mpi=none", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--input=none", "true"]
+EMPTY_STEP = ["srun", "--mpi=none", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--input=none", "true"]
+"""The command line of a step that does nothing, on one node."""
 
 
 def candidates(

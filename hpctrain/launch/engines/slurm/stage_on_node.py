@@ -61,12 +61,16 @@ def stage(folder: Path, targets: Mapping[Path, Path]) -> None:
         todo = [
             (source, copy)
             for source, copy in files
-            if record.get(str(copy)) != _stamp(source) or not _same_size(source, copy)
+            if record.get(str(copy)) != _stamp(source)
+            or not copy.exists()
+            or copy.stat().st_size != source.stat().st_size
         ]
         _check_room(folder, sum(source.stat().st_size for source, _ in todo))
         _make_own(folder)
         for source, copy in todo:
-            _copy(source, copy)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            with _explained(str(source), ROOM), replacement(copy) as temporary:
+                shutil.copyfile(source, temporary)
             record[str(copy)] = _stamp(source)
         (folder / RECORD).write_text(json.dumps(record))
 
@@ -126,12 +130,6 @@ def _files(source: Path, copy: Path) -> list[tuple[Path, Path]]:
     return [(source, copy)]
 
 
-def _copy(source: Path, copy: Path) -> None:
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    with _explained(str(source), ROOM), replacement(copy) as temporary:
-        shutil.copyfile(source, temporary)
-
-
 @contextlib.contextmanager
 def _explained(what: str, fix: str) -> Iterator[None]:
     """Turns OSError and errors of a damaged archive into a UserError."""
@@ -153,10 +151,6 @@ def _check_room(folder: Path, wanted: int) -> None:
 def _stamp(source: Path) -> list[int]:
     status = source.stat()
     return [status.st_size, status.st_mtime_ns]
-
-
-def _same_size(source: Path, copy: Path) -> bool:
-    return copy.exists() and copy.stat().st_size == source.stat().st_size
 
 
 def _record(folder: Path) -> dict[str, list[int]]:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import re
 import shutil
 import sys
 import time
@@ -293,7 +292,7 @@ def is_of(run: RunDir, job: str, origin: client.Origin) -> bool:
     if has_script(run, job, Path(origin.command), _same):
         return True
     log = Path(origin.output)
-    if log.parent.name == LOGS and any(_shown_as(folder, log.parent.parent) for folder in folders):
+    if log.parent.name == LOGS and any(_same(log.parent.parent, folder) for folder in folders):
         return True
     words = origin.command.split(" ")  # paths may contain blanks
     files = [Path(origin.folder, " ".join(words[begin:])) for begin in range(1, len(words))]
@@ -307,12 +306,6 @@ def _run_folder(run_file: Path, cwd: str) -> Path | None:
     except UserError:
         return None
     return Path(cwd, Path(config.run_dir or Path("runs") / config.name).expanduser())
-
-
-def _shown_as(folder: Path, shown: Path) -> bool:
-    """Whether ``shown`` is ``folder`` as scontrol shows it: it expands patterns such as %j even in folder names."""
-    filled = re.sub(r"%[AaJjs]", lambda found: rf"(?:{found[0]}|%\d+)", re.escape(str(folder)))
-    return _same(shown, folder) or ("%" in str(folder) and re.fullmatch(filled, str(shown)) is not None)
 
 
 def _same(one: Path | None, other: Path) -> bool:
