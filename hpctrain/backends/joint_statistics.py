@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
+from hpctrain.system.arrays import Floats
 from hpctrain.train.clock import Phase, StepClock
 
-Floats = NDArray[np.float64]
 SAME_ORDER = "call the same BatchNorm layers in the same order on all ranks, or set train.sync_batchnorm: false"
 HEADER = 3
 """Numbers at the start of a message: index of the meeting in the micro-batch, its kind, and the number of values."""

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
-from numpy.typing import NDArray
-
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
+from hpctrain.system.arrays import Array
 from hpctrain.train.saved_arrays import HeldArrays, SavedArrays, as_saved, merge, runs_of_rows
 from hpctrain.train.state import Placement, StateTensor
 from hpctrain.train.stateful import value_of
@@ -48,11 +47,11 @@ def parameter_of(name: str) -> str:
 class Assignable(StateTensor, Protocol):
     """A StateTensor that can be assigned."""
 
-    def loading(self) -> AbstractContextManager[Callable[[NDArray[Any], int], None]]:
+    def loading(self) -> AbstractContextManager[Callable[[Array, int], None]]:
         """Yields ``load(rows, first_row)``, which assigns rows in the form of ``copy_into``; call it for all rows."""
 
 
-def load_tensors(tensors: Iterable[Assignable], arrays: Mapping[str, NDArray[Any]]) -> None:
+def load_tensors(tensors: Iterable[Assignable], arrays: Mapping[str, Array]) -> None:
     """Assigns all values by name; assigns none if a replicated one is missing or a shape differs.
 
     Of a sharded tensor, only this rank's part is loaded. Holds at most one block of BLOCK_BYTES, or one row, at a time.
@@ -137,7 +136,7 @@ def require_same_model(group: Group, described: Sequence[tuple[str, tuple[int, .
         )
 
 
-def digest(values: Iterable[NDArray[Any]]) -> str:
+def digest(values: Iterable[Array]) -> str:
     """SHA-256, in hexadecimal, over C-contiguous arrays in order."""
     everything = hashlib.sha256()
     for value in values:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from hpctrain.comm.group import Group
+from hpctrain.system.arrays import Array
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -19,7 +20,7 @@ LARGEST_MESSAGE = 2**28
 class HostAllreduce(Protocol):
     """Sums ``buffer`` over the ranks, in place. Every rank makes the same calls in the same order."""
 
-    buffer: NDArray[Any]
+    buffer: Array
     """One-dimensional: this rank's values, replaced by the sums in ``finish``."""
 
     def start(self, begin: int, end: int) -> None:
@@ -49,7 +50,7 @@ class FlatAllreduce:
         self.comm.Free()
 
 
-def add_everywhere(comm: MPI.Comm, values: NDArray[Any]) -> None:
+def add_everywhere(comm: MPI.Comm, values: Array) -> None:
     """Replaces a one-dimensional array by its elementwise sum over the ranks."""
     from mpi4py import MPI
 

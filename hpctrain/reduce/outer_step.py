@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
+
+from hpctrain.system.arrays import Array
 
 WHAT = "exchange the progress of a round"
 
@@ -26,7 +27,7 @@ class FlatSums(Protocol):
     size: int
     """Number of ranks."""
 
-    def array(self, values: NDArray[Any]) -> Flat:
+    def array(self, values: Array) -> Flat:
         """Copies values to where sums are formed, in the dtype of the weights."""
 
     def begin_add(self, values: Flat, what: str) -> Callable[[bool], bool]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from hpctrain.comm.group import Group
 from hpctrain.reduce.mpi_allreduce import LARGEST_MESSAGE, duplicate
+from hpctrain.system.arrays import Array, Ints
 
 INDEX_BYTES = 8
 WHAT = "add up sparse gradients"
@@ -21,9 +21,9 @@ WHAT = "add up sparse gradients"
 class SparseRows:
     """Some rows of a table; all others are zero."""
 
-    indices: NDArray[np.int64]
+    indices: Ints
     """(n,): row numbers, each once."""
-    values: NDArray[Any]
+    values: Array
     """(n, columns)."""
 
 
@@ -78,7 +78,7 @@ class RowExchange:
             sums |= {index: added(parts) for index, parts in zip(together, gathered, strict=True)}
         return [sums[index] for index in range(len(self.tables))]
 
-    def _gather(self, given: Sequence[SparseRows], counts: NDArray[np.int64]) -> list[list[SparseRows]]:
+    def _gather(self, given: Sequence[SparseRows], counts: Ints) -> list[list[SparseRows]]:
         """Gathers all ranks' rows, by table and rank; ``counts`` is by rank and table."""
         widths = [rows.values.shape[1] for rows in given]
         index_items = self.index_items

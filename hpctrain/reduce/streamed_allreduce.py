@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from hpctrain.comm.group import Group
 from hpctrain.reduce.flat_layout import slices
 from hpctrain.reduce.shm_allreduce import ADD, ARRIVE, add_pairwise
+from hpctrain.system.arrays import Array
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -83,9 +84,7 @@ class SumPiece:
         codec: encoding for sending; None to send values as they are.
     """
 
-    def __init__(
-        self, group: Group, owner: int | None, place: slice, values: NDArray[Any], codec: Codec | None
-    ) -> None:
+    def __init__(self, group: Group, owner: int | None, place: slice, values: Array, codec: Codec | None) -> None:
         others = [rank for rank in range(group.size) if rank != group.rank]
         self.place, self.values, self.codec = place, values, codec
         self.adds = owner in (None, group.rank)
@@ -107,7 +106,7 @@ class SumPiece:
         self.requests = [comm.Irecv(row, rank, tag) for rank, row in self.rows.items()]
         self.requests += [comm.Isend(self.words, rank, TERM) for rank in self.terms_to]
 
-    def finish(self, comm: MPI.Comm | None, rank: int, work: NDArray[Any]) -> list[MPI.Request]:
+    def finish(self, comm: MPI.Comm | None, rank: int, work: Array) -> list[MPI.Request]:
         """Replaces the values by the sum once all messages have arrived; returns the requests of messages then sent.
 
         Args:
@@ -124,7 +123,7 @@ class SumPiece:
             else:
                 self.codec.decode(words, self.values)
             return []
-        terms: list[NDArray[Any]] = [each for _, each in sorted({**self.rows, rank: self.words}.items())]
+        terms: list[Array] = [each for _, each in sorted({**self.rows, rank: self.words}.items())]
         if self.codec is not None:
             for number, words in enumerate(terms):
                 terms[number] = work[number, : len(words)]
@@ -148,7 +147,7 @@ class SumStream:
         exact: index of the first element that is sent unencoded.
     """
 
-    def __init__(self, group: Group, arrays: Sequence[NDArray[Any]], codec: Codec | None, exact: int) -> None:
+    def __init__(self, group: Group, arrays: Sequence[Array], codec: Codec | None, exact: int) -> None:
         self.group, self.arrays, self.codec, self.exact = group, arrays, codec, exact
         self.made: dict[tuple[int, int], list[SumPiece]] = {}
         self.number = 0
@@ -218,7 +217,7 @@ class StreamedAllreduce:
     """
 
     def __init__(
-        self, group: Group, buffers: Sequence[NDArray[Any]], codec: Codec | None, exact: int, node: Group | None = None
+        self, group: Group, buffers: Sequence[Array], codec: Codec | None, exact: int, node: Group | None = None
     ) -> None:
         self.node = node or Group("node")
         self.buffer = buffers[self.node.rank]

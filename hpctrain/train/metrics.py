@@ -8,12 +8,12 @@ from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.errors import UserError, kind_of
 from hpctrain.run.figures import Curve, Figure, Matrix, is_drawable
+from hpctrain.system.arrays import Array, Floats
 
-Arrays = Mapping[str, NDArray[Any]]
+Arrays = Mapping[str, Array]
 """State as it is sent between ranks."""
 MetricState = dict[str, Any]
 """State of a ``Metric``, by name: NumPy arrays, or lists of arrays, which are joined along the first axis when sent."""
@@ -139,7 +139,7 @@ def _flatten(name: str, result: Any, numbers: dict[str, float], figures: dict[st
             figures[name] = Matrix(tuple(map(str, range(len(values)))), tuple(map(tuple, values.astype(int).tolist())))
 
 
-def _numbers(name: str, result: Any) -> NDArray[np.float64]:
+def _numbers(name: str, result: Any) -> Floats:
     """Converts a result to a scalar, a vector, or a square matrix of counts; raises UserError for anything else."""
     try:
         values = np.asarray([[[]]] if result is None else result, dtype=np.float64)

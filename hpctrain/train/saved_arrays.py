@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+
+from hpctrain.system.arrays import Array
 
 
-class SavedArrays(Mapping[str, NDArray[Any]]):
+class SavedArrays(Mapping[str, Array]):
     """Saved values by name, which may be read and verified only on access.
 
     Each access may read the value again: use ``shape_of`` for shapes, and iterate over names.
@@ -22,7 +23,7 @@ class SavedArrays(Mapping[str, NDArray[Any]]):
     def __init__(self, named: Mapping[str, Any]) -> None:
         self.named = named
 
-    def __getitem__(self, name: str) -> NDArray[Any]:
+    def __getitem__(self, name: str) -> Array:
         shape = self.shape_of(name)
         return self.part(name, (0,) * len(shape), shape)
 
@@ -49,7 +50,7 @@ class SavedArrays(Mapping[str, NDArray[Any]]):
         return False
 
     @abstractmethod
-    def part(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> NDArray[Any]:
+    def part(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> Array:
         """Reads part of a tensor, however it was sharded when it was saved.
 
         Args:
@@ -66,9 +67,9 @@ class SavedArrays(Mapping[str, NDArray[Any]]):
 class HeldArrays(SavedArrays):
     """Whole tensors in memory."""
 
-    named: Mapping[str, NDArray[Any]]
+    named: Mapping[str, Array]
 
-    def __getitem__(self, name: str) -> NDArray[Any]:
+    def __getitem__(self, name: str) -> Array:
         return self.named[name]
 
     def shape_of(self, name: str) -> tuple[int, ...]:
@@ -77,10 +78,10 @@ class HeldArrays(SavedArrays):
     def dtype_of(self, name: str) -> np.dtype[Any]:
         return self.named[name].dtype
 
-    def part(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> NDArray[Any]:
+    def part(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> Array:
         require_inside(name, begin, shape, self.named[name].shape)
         slices: tuple[Any, ...] = tuple(slice(first, first + count) for first, count in zip(begin, shape, strict=True))
-        found: NDArray[Any] = self.named[name][(..., *slices)]
+        found: Array = self.named[name][(..., *slices)]
         return found
 
 
@@ -101,7 +102,7 @@ class DerivedArrays(SavedArrays):
     def __init__(
         self,
         places: Mapping[str, Place],
-        change: Callable[[str, NDArray[Any]], NDArray[Any]] = lambda name, value: value,
+        change: Callable[[str, Array], Array] = lambda name, value: value,
     ) -> None:
         super().__init__(places)
         self.change = change
@@ -118,7 +119,7 @@ class DerivedArrays(SavedArrays):
         source, there = self.named[name]
         return source.is_current(there)
 
-    def part(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> NDArray[Any]:
+    def part(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> Array:
         source, there = self.named[name]
         return self.change(name, source.part(there, begin, shape))
 
@@ -143,12 +144,12 @@ def require_inside(name: str, begin: tuple[int, ...], shape: tuple[int, ...], wh
         raise ValueError(f"{name} has shape {list(whole)}: {list(shape)} from {list(begin)} on is not within it")
 
 
-def as_saved(arrays: Mapping[str, NDArray[Any]]) -> SavedArrays:
+def as_saved(arrays: Mapping[str, Array]) -> SavedArrays:
     """Wraps arrays as SavedArrays, so that shapes and parts can be asked for."""
     return arrays if isinstance(arrays, SavedArrays) else HeldArrays(arrays)
 
 
-def merge(values: Sequence[NDArray[Any]], rank: int, dtype: str) -> NDArray[Any]:
+def merge(values: Sequence[Array], rank: int, dtype: str) -> Array:
     """Merge the rank-local values of several ranks, of a logical dtype: their common value, the mean of floating-point
     values, else one rank's value."""
     first = values[0]
@@ -166,12 +167,12 @@ def is_inexact(dtype: str) -> bool:
     return dtype == "bfloat16" or np.dtype(dtype).kind in "fc"
 
 
-def numbers_of(items: NDArray[Any], dtype: str) -> NDArray[Any]:
+def numbers_of(items: Array, dtype: str) -> Array:
     """The numbers that the items of a logical dtype stand for: float32 for bfloat16, which is held as uint16."""
     return np.asarray(items.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else items
 
 
-def items_of(numbers: NDArray[Any], dtype: str) -> NDArray[Any]:
+def items_of(numbers: Array, dtype: str) -> Array:
     """The items of a logical dtype that hold these numbers, rounded; the inverse of ``numbers_of``."""
     if dtype != "bfloat16":
         return numbers.astype(dtype)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+
+from hpctrain.system.arrays import Array
 
 
 def derive(seed: int, *keys: int) -> int:
@@ -25,7 +25,7 @@ NONE = np.float64("nan")
 """Stands for a missing spare Gaussian deviate."""
 
 
-def host_random_state() -> dict[str, NDArray[Any]]:
+def host_random_state() -> dict[str, Array]:
     """State of Python's and NumPy's global generators, as new arrays of fixed shapes, by name."""
     version, words, spare = random.getstate()
     legacy = np.random.get_state(legacy=False)
@@ -37,7 +37,7 @@ def host_random_state() -> dict[str, NDArray[Any]]:
     }
 
 
-def restore_host_random_state(arrays: Mapping[str, NDArray[Any]]) -> None:
+def restore_host_random_state(arrays: Mapping[str, Array]) -> None:
     """Restores what ``host_random_state`` returned; a generator that is missing there is left alone."""
     if "rng/python" in arrays:
         version, *words = arrays["rng/python"].tolist()

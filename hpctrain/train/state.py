@@ -9,9 +9,9 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.data.pipeline import Batch
+from hpctrain.system.arrays import Array
 
 
 @dataclasses.dataclass
@@ -116,7 +116,7 @@ class StateTensor(Protocol):
     def tiling(self) -> Tiling | None:
         """Where other plans may split it, so that it is written in tiles ending there. None: it is written whole."""
 
-    def copy_into(self, out: NDArray[Any], begin: Sequence[int] = ()) -> None:
+    def copy_into(self, out: Array, begin: Sequence[int] = ()) -> None:
         """Copies the value, or the part of it with the shape of ``out``, to a host array (uint16 for bfloat16).
 
         May be asynchronous on devices: call the framework's ``synchronize`` after the last copy.
@@ -137,7 +137,7 @@ class ArrayTensor:
     """A StateTensor over a host array."""
 
     name: str
-    array: NDArray[Any]
+    array: Array
     placement: Placement = Placement.REPLICATED
     logical_dtype: str | None = None
     is_trained: bool = False
@@ -154,11 +154,11 @@ class ArrayTensor:
         """Logical dtype."""
         return self.logical_dtype or self.array.dtype.name
 
-    def copy_into(self, out: NDArray[Any], begin: Sequence[int] = ()) -> None:
+    def copy_into(self, out: Array, begin: Sequence[int] = ()) -> None:
         np.copyto(out, self.array[part_of(begin, out.shape)], casting="no")
 
 
-def all_finite(values: NDArray[Any], dtype: str) -> bool:
+def all_finite(values: Array, dtype: str) -> bool:
     """Whether all values of an array of this logical dtype are finite."""
     if dtype == "bfloat16":
         return not np.any(values & 0x7F80 == 0x7F80)  # all exponent bits are set in infinity and NaN

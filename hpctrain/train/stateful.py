@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError, kind_of
+from hpctrain.system.arrays import Array
 from hpctrain.train.framework import StateSource
 from hpctrain.train.saved_arrays import is_inexact, items_of, numbers_of
 from hpctrain.train.state import Placement, StateTensor
@@ -101,7 +101,7 @@ class Kept:
             return []
         return tree_tensors(self.name, state, self.placement, leaves, f"the state_dict of {self.label}")
 
-    def load(self, arrays: Mapping[str, NDArray[Any]], leaves: Leaves) -> None:
+    def load(self, arrays: Mapping[str, Array], leaves: Leaves) -> None:
         """Restores the state from the arrays of ``tensors``, named without the object's prefix."""
         self.value.load_state_dict(tree_value(arrays, leaves, f"the {self.label}"))
 
@@ -143,7 +143,7 @@ def unchanged(objects: Sequence[Kept], leaves: Leaves) -> Iterator[None]:
                 one.load({name.removeprefix(f"{one.name}/"): array for name, array in arrays.items()}, leaves)
 
 
-def value_of(tensor: StateTensor) -> NDArray[Any]:
+def value_of(tensor: StateTensor) -> Array:
     """Copies a tensor to the host; bfloat16 as uint16."""
     out = np.empty(tensor.shape, "uint16" if tensor.dtype == "bfloat16" else tensor.dtype)
     tensor.copy_into(out)

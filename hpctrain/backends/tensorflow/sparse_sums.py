@@ -8,11 +8,11 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from numpy.typing import NDArray
 
 from hpctrain.backends.tensorflow.keras_reducer import Callback, Pieces, exchanged_dtype, notify, on_host
 from hpctrain.comm.group import Group
 from hpctrain.reduce.row_exchange import RowExchange, SparseRows
+from hpctrain.system.arrays import Array
 from hpctrain.train.framework import StepSettings
 
 
@@ -113,7 +113,7 @@ class SparseTables:
         if self.rows is None:
             return list(packed)
 
-        def exchanged(*arrays: NDArray[Any]) -> list[NDArray[Any]]:
+        def exchanged(*arrays: Array) -> list[Array]:
             sums = self._sum(*arrays)
             notify(after)
             return sums
@@ -157,7 +157,7 @@ class SparseTables:
             self.rows.close()
             self.rows = None
 
-    def _sum(self, *packed: NDArray[Any]) -> list[NDArray[Any]]:
+    def _sum(self, *packed: Array) -> list[Array]:
         assert self.rows is not None, "only traced where ranks exchange"
         given = [SparseRows(indices, values) for indices, values in zip(packed[::2], packed[1::2], strict=True)]
         return [part for rows in self.rows.sum(given) for part in (rows.indices, rows.values)]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from hpctrain.backends.local_training import ALL, covered
@@ -16,6 +14,7 @@ from hpctrain.backends.torch.process_groups import ProcessGroup, broadcast
 from hpctrain.backends.torch.reduce.gradients import as_real
 from hpctrain.backends.torch.state.tensors import TorchTensor
 from hpctrain.comm.group import Group
+from hpctrain.system.arrays import Array
 
 
 class TorchFlatWeights:
@@ -54,7 +53,7 @@ class TorchFlatWeights:
             if not trained[index].is_contiguous():
                 trained[index].copy_(values.view_as(trained[index]))
 
-    def array(self, values: NDArray[Any]) -> Tensor:
+    def array(self, values: Array) -> Tensor:
         return torch.from_numpy(np.array(values)).to(self.device, self.dtype)
 
     def begin_add(self, values: Tensor, what: str) -> Callable[[bool], bool]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-from numpy.typing import NDArray
 
 from hpctrain.backends.joint_statistics import BatchNorms
 from hpctrain.backends.keras.keras_model import is_seed, optimizers_in, own_learning_rate, path_in
@@ -21,6 +19,7 @@ from hpctrain.backends.update import LossScale
 from hpctrain.comm.group import Group
 from hpctrain.config.combinations import refusal
 from hpctrain.config.features import Feature
+from hpctrain.system.arrays import Array
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.schedule import Factors, OwnRates
 from hpctrain.train.seeds import derive, host_random_state, restore_host_random_state, seed_python
@@ -144,7 +143,7 @@ class KerasState:
         averages = [VariableTensor(f"ema/{path}", value) for path, value in zip(paths, self.averages, strict=False)]
         return [*self.named.tensors(), *averages]
 
-    def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+    def load(self, arrays: Mapping[str, Array]) -> None:
         """Loads saved arrays; per-rank state that is missing (another number of ranks) keeps its value."""
         self.named.task_state.refuse_unknown(arrays)
         load_tensors(self.variables(), arrays)

@@ -8,16 +8,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-from numpy.typing import NDArray
 
 from hpctrain.backends.keras.keras_model import flat, named_variables, path_in, slots_of
 from hpctrain.backends.named_state import digest as digest_of
 from hpctrain.errors import UserError
+from hpctrain.system.arrays import Array
 from hpctrain.train.state import Cut, Placement, Tiling, part_of
 
 
@@ -42,21 +41,21 @@ class VariableTensor:
         """Dtype of the variable, such as float32 or bfloat16."""
         return str(self.variable.dtype.name)
 
-    def copy_into(self, out: NDArray[Any], begin: Sequence[int] = ()) -> None:
+    def copy_into(self, out: Array, begin: Sequence[int] = ()) -> None:
         np.copyto(out, self.host_view()[part_of(begin, out.shape)], casting="no")
 
-    def host_view(self) -> NDArray[Any]:
+    def host_view(self) -> Array:
         """Returns the value; on a CPU this is the variable's own memory, so read it before the next update."""
         value = self.variable.read_value()
         value = np.asarray(value if self.shape else value.numpy())  # NumPy cannot convert a bfloat16 scalar
         return value.view(np.uint16) if self.variable.dtype == tf.bfloat16 else value
 
-    def assign(self, value: NDArray[Any]) -> None:
+    def assign(self, value: Array) -> None:
         """Assigns a host array in the format of ``copy_into``."""
         self.variable.assign(self._native(value))
 
     @contextmanager
-    def loading(self) -> Iterator[Callable[[NDArray[Any], int], None]]:
+    def loading(self) -> Iterator[Callable[[Array, int], None]]:
         """Loads rows into new memory, which then becomes the variable's.
 
         After a slice assignment, TensorFlow would copy the whole variable at every later read.
@@ -66,7 +65,7 @@ class VariableTensor:
             value = tf.raw_ops.Empty(shape=[math.prod(self.shape)], dtype=self.variable.dtype)
         host = writable(value).reshape(self.shape)
 
-        def load(rows: NDArray[Any], first_row: int) -> None:
+        def load(rows: Array, first_row: int) -> None:
             target = host[first_row : first_row + len(rows)] if rows.ndim else host
             np.copyto(target, self._native(rows), casting="same_kind")
 
@@ -75,7 +74,7 @@ class VariableTensor:
         finally:
             self._replace(tf.reshape(value, self.shape))
 
-    def _native(self, value: NDArray[Any]) -> NDArray[Any]:
+    def _native(self, value: Array) -> Array:
         is_bfloat16 = self.variable.dtype == tf.bfloat16
         return value.view(self.variable.dtype.as_numpy_dtype) if is_bfloat16 else value
 
@@ -83,7 +82,7 @@ class VariableTensor:
         tf.raw_ops.AssignVariableOp(resource=self.variable.handle, value=value, validate_shape=False)
 
 
-def writable(value: tf.Tensor) -> NDArray[Any]:
+def writable(value: tf.Tensor) -> Array:
     """Returns a writable view of a new host tensor's memory, valid as long as the tensor exists."""
     view = np.asarray(value)
     memory = (ctypes.c_uint8 * view.nbytes).from_address(view.ctypes.data)

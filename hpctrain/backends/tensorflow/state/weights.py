@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import keras
-from numpy.typing import NDArray
 
 from hpctrain.backends.keras.keras_compiled import CompiledLoss, inputs_of
 from hpctrain.backends.keras.keras_model import InMode, save_keras, trains_itself
@@ -17,6 +15,7 @@ from hpctrain.backends.tensorflow.steps.keras_own_step import build_by_own_step
 from hpctrain.backends.tensorflow.steps.passes import Tensors, score_of
 from hpctrain.data.dataset import Samples
 from hpctrain.errors import HpctrainError
+from hpctrain.system.arrays import Array
 from hpctrain.system.user_errors import blamed, shapes
 from hpctrain.tasks.definition import KerasTask
 
@@ -62,7 +61,7 @@ def build_weights(task: KerasTask, samples: Samples) -> None:
             raise refused[0]
 
 
-def export_keras(model: keras.Model, arrays: Mapping[str, NDArray[Any]], path: Path) -> None:
+def export_keras(model: keras.Model, arrays: Mapping[str, Array], path: Path) -> None:
     """Writes a file with ``save_keras``.
 
     Args:

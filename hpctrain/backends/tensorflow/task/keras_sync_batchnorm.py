@@ -10,12 +10,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.layers import BatchNormalization
-from numpy.typing import NDArray
 
 from hpctrain.backends.joint_statistics import JointStatistics
 from hpctrain.backends.tensorflow.keras_reducer import broadcast, on_host
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError, kind_of
+from hpctrain.system.arrays import Floats
 from hpctrain.train.clock import StepClock
 
 
@@ -127,7 +127,7 @@ class KerasSyncBatchNorm(JointStatistics):
         self.last = [found]
         return found
 
-    def _merge(self, message: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _merge(self, message: Floats) -> Floats:
         mean, squares = np.split(message[1:], 2)
         found = self.merge(float(message[0]), mean, squares)
         return np.concatenate([[found.count], found.mean, found.squares])

@@ -12,7 +12,6 @@ from typing import Any
 import keras
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from hpctrain.backends.keras.keras_compiled import CompiledLoss, inputs_of
@@ -32,6 +31,7 @@ from hpctrain.backends.torch.state.tensors import model_tensors
 from hpctrain.config.combinations import refusal
 from hpctrain.config.features import Feature
 from hpctrain.errors import UserError
+from hpctrain.system.arrays import Array
 from hpctrain.system.user_errors import blamed, shapes
 from hpctrain.tasks.definition import KerasTask, TorchTask
 from hpctrain.tasks.meters import KerasMetric, meters_of
@@ -59,7 +59,7 @@ class KerasOnTorch(TorchTask):
         return meters_of(self.metrics, KerasMetric, "Keras", KerasMeter)
 
 
-def on_torch(task: KerasTask, precision: str, samples: Callable[[], Mapping[str, NDArray[Any]]]) -> KerasOnTorch:
+def on_torch(task: KerasTask, precision: str, samples: Callable[[], Mapping[str, Array]]) -> KerasOnTorch:
     """Makes a TorchTask of a Keras task whose loss is a function.
 
     Args:
@@ -135,7 +135,7 @@ class CompiledScores:
         return score
 
 
-def build_weights(task: KerasTask, samples: Mapping[str, NDArray[Any]]) -> None:
+def build_weights(task: KerasTask, samples: Mapping[str, Array]) -> None:
     """Calls the model, its loss and compiled metrics on a batch, so that layers create their weights.
 
     Raises UserError if one of them fails.
@@ -149,7 +149,7 @@ def build_weights(task: KerasTask, samples: Mapping[str, NDArray[Any]]) -> None:
             task.loss.scores(outputs, batch)
 
 
-def export_keras(model: Any, arrays: Mapping[str, NDArray[Any]], path: Path) -> None:
+def export_keras(model: Any, arrays: Mapping[str, Array], path: Path) -> None:
     """Writes a file of the KerasModule's model; see ``backends.tensorflow.state.weights``."""
     load_tensors(model_tensors(model), arrays)
     save_keras(model.keras_model, path)

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -18,6 +17,7 @@ from hpctrain.backends.named_state import load_tensors
 from hpctrain.backends.torch.state.tensors import NUMBER, TorchTensor, tensor_of, tensors_of
 from hpctrain.backends.torch.strategies.partition import Slices
 from hpctrain.errors import UserError, kind_of
+from hpctrain.system.arrays import Array
 from hpctrain.train.saved_arrays import SavedArrays, as_saved
 from hpctrain.train.schedule import Factors, OwnRates
 from hpctrain.train.state import ArrayTensor, Cut, Placement, StateTensor
@@ -257,7 +257,7 @@ class OptimizerState:
                     tensors.append(TorchTensor(f"optimizer/{name}/{index}/{key}", value))
         return tensors
 
-    def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+    def load(self, arrays: Mapping[str, Array]) -> None:
         """Loads each parameter's state by name, on the parameter's device; learning rates are not loaded.
 
         State is put into the existing mappings, since optimizers may share them.

@@ -10,7 +10,6 @@ from typing import Any, Literal, NoReturn, TypeAlias, cast
 from weakref import WeakValueDictionary
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.functional import embedding
@@ -19,6 +18,7 @@ from hpctrain.backends.torch.strategies.exchange import Exchange, HostExchange
 from hpctrain.backends.torch.strategies.split_values import of_rank, plain
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
+from hpctrain.system.arrays import Array
 from hpctrain.train.clock import NO_CLOCK, Neighbours, StepClock, Waiting
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -106,7 +106,7 @@ class TPGroup:
         parts = self.exchange.gather(padded, what)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
-    def gather(self, values: NDArray[Any], what: str) -> NDArray[Any]:
+    def gather(self, values: Array, what: str) -> Array:
         """Gathers an array from every rank; see ``Group.gather``."""
         with self.waiting:
             return self.group.gather(values, what)

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils import data
 
 from hpctrain.backends.torch.state.tensors import kept_random_state
@@ -17,9 +16,10 @@ from hpctrain.data.order import Epoch
 from hpctrain.data.samplers import WeightedSampler
 from hpctrain.data.samples import Sample, host, named
 from hpctrain.errors import UserError, kind_of
+from hpctrain.system.arrays import Ints
 from hpctrain.tasks.definition import Task
 
-Sampler = Callable[[Epoch], NDArray[np.int64]]
+Sampler = Callable[[Epoch], Ints]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,17 +141,17 @@ def order_of(loader: data.DataLoader[Any]) -> Sampler | None:
     return None
 
 
-def in_order(epoch: Epoch) -> NDArray[np.int64]:
+def in_order(epoch: Epoch) -> Ints:
     """All samples in order."""
     return np.arange(epoch.num_samples)
 
 
-def shuffled(epoch: Epoch) -> NDArray[np.int64]:
+def shuffled(epoch: Epoch) -> Ints:
     """All samples, shuffled differently each epoch."""
     return epoch.rng.permutation(epoch.num_samples)
 
 
-def shuffled_subset(indices: list[int], epoch: Epoch) -> NDArray[np.int64]:
+def shuffled_subset(indices: list[int], epoch: Epoch) -> Ints:
     """Some samples, shuffled differently each epoch."""
     return epoch.rng.permutation(np.array(indices, np.int64))
 
