@@ -43,19 +43,22 @@ class TooLarge(OSError):
     """A file exceeds the limit of its kind."""
 
 
-def open_plain(path: Path | str) -> int:
-    """Opens a regular file for reading, following links; returns its descriptor. Never blocks on a pipe.
+def open_plain(path: Path | str, flags: int = 0) -> int:
+    """Opens a regular file for reading, with these further flags; returns its descriptor. Never blocks on a pipe.
 
     Raises:
         NotPlain: it is something else.
         OSError: it is missing or cannot be read.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    mode = os.fstat(handle).st_mode
-    if not stat.S_ISREG(mode):
+    handle = os.open(path, flags | os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(handle).st_mode
+        if not stat.S_ISREG(mode):
+            kind = next((name for check, name in KINDS if check(mode)), "something else")
+            raise NotPlain(errno.EINVAL, f"it is {kind}, not a plain file", str(path))
+    except OSError:
         os.close(handle)
-        kind = next((name for check, name in KINDS if check(mode)), "something else")
-        raise NotPlain(errno.EINVAL, f"it is {kind}, not a plain file", str(path))
+        raise
     return handle
 
 

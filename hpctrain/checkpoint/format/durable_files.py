@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.errors import UserError
 from hpctrain.system.arrays import Bytes
 from hpctrain.system.files import sync
+from hpctrain.system.safe_read import NotPlain, open_plain
 
 try:  # several times as fast as zlib, with the same checksums
     from isal.isal_zlib import crc32 as crc32
@@ -25,10 +26,6 @@ NOT_A_FILE = frozenset({errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, e
 """Errors when something other than a regular file is opened."""
 REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 """Errors that persist until permissions or mounts change."""
-
-
-class NotAPlainFile(OSError):
-    """A link, folder, pipe or device was found in place of a regular file."""
 
 
 def write_durably(path: Path, data: Bytes | bytes, mode: int = 0o666) -> None:
@@ -77,20 +74,8 @@ def make_durable_folder(path: Path) -> None:
         sync(folder.parent)
 
 
-def open_regular(path: Path) -> int:
-    """Open a regular file for reading, without blocking on a pipe; returns a descriptor.
-
-    Raises:
-        OSError: it is a link, folder, pipe or device, or cannot be read.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise NotAPlainFile(f"{path} is not a plain file")
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
+open_regular = partial(open_plain, flags=os.O_NOFOLLOW)
+"""Open a regular file for reading, not through a link; returns a descriptor. Raises as ``open_plain`` does."""
 
 
 @contextmanager
@@ -114,7 +99,7 @@ def judged(error: OSError | MemoryError, path: Path) -> DamagedCheckpoint | Unre
     """Classify an error of reading: the file is unreadable now, damaged, or not accessible to this user."""
     if not isinstance(error, OSError):
         return UnreadableCheckpoint(f"{path} cannot be read now: it does not fit into memory")
-    if isinstance(error, NotAPlainFile) or error.errno in NOT_A_FILE:
+    if isinstance(error, NotPlain) or error.errno in NOT_A_FILE:
         return DamagedCheckpoint(f"{path} is not a plain file")
     if error.errno in REFUSED:
         return UserError(f"{path} cannot be read: {error.strerror}", "give the account of the run access to it")
