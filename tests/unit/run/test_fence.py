@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from hpctrain.comm.world import alone
-from hpctrain.errors import ExitCode, Replaced, UserError
+from hpctrain.errors import Code, ExitCode, Replaced, UserError
 from hpctrain.launch.attempt import Launch, Limits
 from hpctrain.launch.supervisor import supervise
 from hpctrain.rank.stop_requests import StopRequests
@@ -363,7 +363,7 @@ def test_a_supervisor_that_was_replaced_ends_its_ranks_and_touches_nothing(run, 
         assert Attempts(run).begin(Attempt(host="n9")) == 2
         child.send_signal(signal.SIGCONT)
         verdict = json.loads(child.communicate(timeout=PATIENCE_S)[0])
-    assert (verdict["exit_code"], verdict["cause"]) == (ExitCode.DO_NOT_REQUEUE, "replaced")
+    assert (verdict["exit_code"], verdict["code"]) == (ExitCode.DO_NOT_REQUEUE, "in_use")
     assert "has been taken over by" in verdict["reason"]
     new.check()
     assert read(run.lock_file) == new.holder
@@ -380,7 +380,7 @@ def test_nothing_is_started_that_was_replaced_while_it_was_prepared(run, tmp_pat
         return Launch(["touch", str(tmp_path / "started")], {}, 1, saves=False)
 
     verdict = supervise(run, prepare, Limits(), Attempt())
-    assert (verdict.exit_code, verdict.cause) == (ExitCode.DO_NOT_REQUEUE, "replaced")
+    assert (verdict.exit_code, verdict.code) == (ExitCode.DO_NOT_REQUEUE, Code.IN_USE)
     assert not (tmp_path / "started").exists()
     newer[0].check()
     newer[0].release()
