@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
-from hpctrain.system.arrays import Floats
+from hpctrain.system.array_types import Floats
 from hpctrain.train.clock import Phase, StepClock
 
 SAME_ORDER = "call the same BatchNorm layers in the same order on all ranks, or set train.sync_batchnorm: false"

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
-from hpctrain.system.arrays import Array
+from hpctrain.system.array_types import Array
 from hpctrain.train.saved_arrays import HeldArrays, SavedArrays, as_saved, merge, runs_of_rows
 from hpctrain.train.state import Placement, StateTensor
 from hpctrain.train.stateful import value_of

@@ -29,7 +29,7 @@ from hpctrain.checkpoint.saver import Saver, array_tensors
 from hpctrain.checkpoint.store import CheckpointStore, open_saver
 from hpctrain.errors import ExitCode
 from hpctrain.system import foreign_text
-from hpctrain.system.arrays import Bytes
+from hpctrain.system.array_types import Bytes
 from hpctrain.system.quantities import positive
 
 Arrays = Mapping[str, NDArray[np.float32]]

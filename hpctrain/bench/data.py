@@ -26,7 +26,7 @@ from hpctrain.data.packing.write import write_hdf5
 from hpctrain.data.pipeline import TrainingData
 from hpctrain.errors import ExitCode
 from hpctrain.system import foreign_text
-from hpctrain.system.arrays import Ints
+from hpctrain.system.array_types import Ints
 from hpctrain.system.quantities import positive
 
 Read = Callable[[Ints], object]

@@ -25,7 +25,7 @@ from hpctrain.run.folder import RunDir
 from hpctrain.run.run_status import Outcome
 from hpctrain.run.run_view import RunView
 from hpctrain.system import foreign_text, python
-from hpctrain.system.arrays import Floats
+from hpctrain.system.array_types import Floats
 from hpctrain.system.files import write_atomically
 
 INTERVALS = 12

@@ -27,7 +27,7 @@ from hpctrain.checkpoint.read_retry import patiently
 from hpctrain.comm.group import Group
 from hpctrain.errors import Code, RunFailed, UserError
 from hpctrain.run.folder import PARTIAL, name_of_step, step_named
-from hpctrain.system.arrays import Bytes
+from hpctrain.system.array_types import Bytes
 from hpctrain.system.files import sync
 
 TRASH = ".trash-"

@@ -20,7 +20,7 @@ from hpctrain.checkpoint.lora import Weights
 from hpctrain.checkpoint.read_retry import patiently
 from hpctrain.checkpoint.weight_files import MODEL
 from hpctrain.errors import UserError
-from hpctrain.system.arrays import Array
+from hpctrain.system.array_types import Array
 from hpctrain.system.json_shape import maker
 from hpctrain.train.saved_arrays import DerivedArrays, Place, SavedArrays, runs_of_rows
 from hpctrain.train.state import Placement, StateTensor

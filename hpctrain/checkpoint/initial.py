@@ -24,7 +24,7 @@ from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.weight_files import MODEL, joined, opened_files
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError, file_errors
-from hpctrain.system.arrays import Array
+from hpctrain.system.array_types import Array
 from hpctrain.system.retry import files_patiently
 from hpctrain.train.framework import StateSource
 from hpctrain.train.saved_arrays import DerivedArrays, Place, SavedArrays, lies_in, require_inside

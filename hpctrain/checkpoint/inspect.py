@@ -13,7 +13,7 @@ import numpy as np
 
 from hpctrain.checkpoint.reading import Loaded
 from hpctrain.errors import UserError
-from hpctrain.system.arrays import Array, Bytes
+from hpctrain.system.array_types import Array, Bytes
 from hpctrain.train.saved_arrays import numbers_of
 from hpctrain.train.tree import FLOATS, INTEGERS, STRUCTURE, put_together
 

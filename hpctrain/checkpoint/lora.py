@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpctrain.errors import UserError
-from hpctrain.system.arrays import Array
+from hpctrain.system.array_types import Array
 from hpctrain.train.saved_arrays import DerivedArrays, SavedArrays, as_saved, items_of, numbers_of
 
 DOWN = re.compile(r"(?P<layer>.+)\.lora_A(?P<rest>(\.[^.]+)?(\.weight)?)")

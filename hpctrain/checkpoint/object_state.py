@@ -12,7 +12,7 @@ from hpctrain.checkpoint.reading import Loaded
 from hpctrain.checkpoint.resume_compat import is_accepted
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError, foreign_errors
-from hpctrain.system.arrays import Array
+from hpctrain.system.array_types import Array
 from hpctrain.system.user_errors import own_line, words
 from hpctrain.train.state import Placement, StateTensor
 from hpctrain.train.stateful import HOOKS, STATE, Kept, Splits, value_of

@@ -10,7 +10,7 @@ from hpctrain.checkpoint.contents import Contents
 from hpctrain.checkpoint.reading import Loaded, NotUsed
 from hpctrain.comm.step_vote import StepVote
 from hpctrain.run.events import Event
-from hpctrain.system.arrays import Bytes
+from hpctrain.system.array_types import Bytes
 from hpctrain.train.hooks import Training
 from hpctrain.train.state import StateTensor
 

@@ -26,7 +26,7 @@ from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from hpctrain.run import resolve_run
 from hpctrain.run.folder import name_of_step, step_named
-from hpctrain.system.arrays import Array, Bytes
+from hpctrain.system.array_types import Array, Bytes
 from hpctrain.system.user_errors import own_line, words
 from hpctrain.train.saved_arrays import HeldArrays, SavedArrays, merge, require_inside
 from hpctrain.train.stateful import STATE

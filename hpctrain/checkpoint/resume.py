@@ -15,7 +15,7 @@ from hpctrain.checkpoint.reading import Loaded, load_newest, step_of
 from hpctrain.checkpoint.resume_compat import differences, in_words, refuse_changes
 from hpctrain.checkpoint.store import CheckpointStore, load_framework
 from hpctrain.errors import UserError
-from hpctrain.system.arrays import Array
+from hpctrain.system.array_types import Array
 from hpctrain.train.framework import StateSource
 from hpctrain.train.state import TrainState
 from hpctrain.train.stateful import make_equal

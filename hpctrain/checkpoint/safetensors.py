@@ -16,7 +16,7 @@ from hpctrain.checkpoint.format.shard_reading import Checks, OpenPiece, RecentBl
 from hpctrain.checkpoint.format.strict_json import JsonReader, parse_json, to_json
 from hpctrain.checkpoint.read_retry import patiently
 from hpctrain.errors import UserError
-from hpctrain.system.arrays import Array
+from hpctrain.system.array_types import Array
 from hpctrain.train.saved_arrays import SavedArrays, as_saved, require_inside, runs_of_rows
 
 CODES = {

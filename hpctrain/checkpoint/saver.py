@@ -29,7 +29,7 @@ from hpctrain.checkpoint.format.shard import ShardImage, Skeleton, host_buffer, 
 from hpctrain.checkpoint.writer_shares import place_in, share_of
 from hpctrain.comm.step_vote import SaveVote, StepVote
 from hpctrain.errors import Code, HpctrainError, NoRequeue, Replaced, RunFailed, code_of
-from hpctrain.system.arrays import Array, Bytes
+from hpctrain.system.array_types import Array, Bytes
 from hpctrain.train.framework import SPOILED_FIX
 from hpctrain.train.state import ArrayTensor, Cut, Placement, StateTensor, Tiling
 

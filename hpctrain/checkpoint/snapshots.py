@@ -31,7 +31,7 @@ from hpctrain.errors import HpctrainError, StoreDown
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir, step_named
 from hpctrain.system import cgroups
-from hpctrain.system.arrays import Bytes
+from hpctrain.system.array_types import Bytes
 from hpctrain.system.files import make_private
 from hpctrain.system.retry import files_patiently
 

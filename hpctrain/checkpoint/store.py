@@ -21,7 +21,7 @@ from hpctrain.checkpoint.weight_files import MODEL
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from hpctrain.run.resolve_run import BEST
-from hpctrain.system.arrays import Array, Bytes
+from hpctrain.system.array_types import Array, Bytes
 from hpctrain.train.framework import StateSource
 from hpctrain.train.stateful import HOOKS, STATE, Kept
 

@@ -30,7 +30,7 @@ from hpctrain.config.sections import CheckpointConfig
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.events import Event, SnapshotSaved
 from hpctrain.system import shared_memory
-from hpctrain.system.arrays import Bytes
+from hpctrain.system.array_types import Bytes
 from hpctrain.train.hooks import Training
 from hpctrain.train.state import StateTensor
 

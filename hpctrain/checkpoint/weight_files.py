@@ -14,7 +14,7 @@ from hpctrain.checkpoint.format.strict_json import JsonReader, parse_json
 from hpctrain.checkpoint.lora import Weights
 from hpctrain.checkpoint.read_retry import patiently
 from hpctrain.errors import UserError
-from hpctrain.system.arrays import Array
+from hpctrain.system.array_types import Array
 from hpctrain.system.retry import files_patiently
 from hpctrain.train.saved_arrays import DerivedArrays, HeldArrays, Place
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.errors import UserError
-from hpctrain.system.arrays import Array, Bools
+from hpctrain.system.array_types import Array, Bools
 
 
 def fit(name: str, values: Array, dtype: np.dtype[Any], begin: int) -> Array:

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from hpctrain.errors import UserError, foreign_errors, refusal
-from hpctrain.system.arrays import Array, Ints
+from hpctrain.system.array_types import Array, Ints
 
 Samples = dict[str, Array]
 """Arrays by field name, with the samples along the first axis. A ragged field, whose samples differ in shape, is an

@@ -17,7 +17,7 @@ from hpctrain.data.formats.sources import CACHE_BYTES, CalledDataset, ConcatData
 from hpctrain.data.formats.table_dataset import TableDataset, TableRows
 from hpctrain.data.packing.pack_source import packed_notes
 from hpctrain.data.packing.read import KINDS, decode_for
-from hpctrain.system.arrays import Ints
+from hpctrain.system.array_types import Ints
 
 BATCH = 256
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.system.arrays import Array
+from hpctrain.system.array_types import Array
 
 PLAIN = (bool, int, float, str, types.NoneType)
 SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}

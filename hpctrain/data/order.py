@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from hpctrain.data.dataset import users_code
 from hpctrain.errors import UserError
-from hpctrain.system.arrays import Ints
+from hpctrain.system.array_types import Ints
 
 ROUNDS = 8
 """Four rounds are pseudorandom for few observed pairs (Luby and Rackoff 1988); the rest is a safety margin."""

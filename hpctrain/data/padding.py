@@ -10,7 +10,7 @@ import numpy as np
 from hpctrain.data.dataset import Samples
 from hpctrain.data.samples import stack
 from hpctrain.errors import UserError
-from hpctrain.system.arrays import Array
+from hpctrain.system.array_types import Array
 
 
 def pad(

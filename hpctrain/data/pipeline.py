@@ -16,7 +16,7 @@ from hpctrain.data.dataset import Dataset, Samples, SeededDataset
 from hpctrain.data.order import Drawn, Order, first_draw, part_of
 from hpctrain.data.samples import Recipe, make_batch
 from hpctrain.data.worker_pool import WorkerPool, start_workers
-from hpctrain.system.arrays import Ints
+from hpctrain.system.array_types import Ints
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from hpctrain.data.order import Epoch
 from hpctrain.errors import UserError
-from hpctrain.system.arrays import Array, Ints
+from hpctrain.system.array_types import Array, Ints
 
 Numbers = Sequence[float] | Array
 

@@ -13,7 +13,7 @@ from hpctrain.data.dataset import Dataset, Field, Samples, plain, read_exclusive
 from hpctrain.data.global_generators import seeded
 from hpctrain.data.order import Drawn, RandomStream, keyed_generator
 from hpctrain.errors import UserError, foreign_errors, kind_of
-from hpctrain.system.arrays import Array, Ints
+from hpctrain.system.array_types import Array, Ints
 
 Sample = dict[str, Array]
 """The arrays of one sample."""

@@ -12,7 +12,7 @@ from hpctrain.data.formats.hdf5 import Hdf5Dataset
 from hpctrain.data.formats.sources import CalledDataset, ConcatDataset
 from hpctrain.data.packing.pack_source import packed_notes
 from hpctrain.errors import UserError
-from hpctrain.system.arrays import Array
+from hpctrain.system.array_types import Array
 
 CountTokens = Callable[[Mapping[str, Array]], int]
 

@@ -30,7 +30,7 @@ from hpctrain.data.object_reference import Describer, Rebuilder, Unsuited
 from hpctrain.data.order import Drawn
 from hpctrain.data.samples import Recipe, make_batch
 from hpctrain.errors import HpctrainError, UserError, code_of
-from hpctrain.system.arrays import Array
+from hpctrain.system.array_types import Array
 from hpctrain.system.shared_memory import AnonymousMemory
 
 RAGGED, SHAPES = "ragged/", "shapes/"

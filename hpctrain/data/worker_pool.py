@@ -25,7 +25,7 @@ from hpctrain.data.samples import Recipe
 from hpctrain.data.worker import refer_to_dataset, refer_to_recipe
 from hpctrain.errors import Code, RunFailed, UserError
 from hpctrain.system import python
-from hpctrain.system.arrays import Ints
+from hpctrain.system.array_types import Ints
 from hpctrain.system.shared_memory import AnonymousMemory
 
 RESULTS = 2

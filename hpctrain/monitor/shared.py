@@ -16,7 +16,7 @@ import numpy as np
 
 from hpctrain.monitor.window import COLUMNS
 from hpctrain.system import processes, shared_memory
-from hpctrain.system.arrays import Floats
+from hpctrain.system.array_types import Floats
 
 # Heartbeat: indexes of the first numbers of a slot.
 PID, STARTED, STATE, STEPS, MARKED_AT, MARKED_PHASE, FIRST_STEP, DUMP_SIGNAL, DUMP_FILE, WAITS_FOR = range(10)

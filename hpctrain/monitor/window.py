@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.system.arrays import Floats, Ints
+from hpctrain.system.array_types import Floats, Ints
 from hpctrain.train.clock import Phase
 
 REST = len(Phase)

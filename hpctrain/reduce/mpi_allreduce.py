@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from hpctrain.comm.group import Group
-from hpctrain.system.arrays import Array
+from hpctrain.system.array_types import Array
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from hpctrain.system.arrays import Array
+from hpctrain.system.array_types import Array
 
 WHAT = "exchange the progress of a round"
 

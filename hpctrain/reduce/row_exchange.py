@@ -10,7 +10,7 @@ from numpy.typing import DTypeLike
 
 from hpctrain.comm.group import Group
 from hpctrain.reduce.mpi_allreduce import LARGEST_MESSAGE, duplicate
-from hpctrain.system.arrays import Array, Ints
+from hpctrain.system.array_types import Array, Ints
 
 INDEX_BYTES = 8
 WHAT = "add up sparse gradients"

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from hpctrain.comm.group import Group
 from hpctrain.reduce.flat_layout import slices
 from hpctrain.reduce.shm_allreduce import ADD, ARRIVE, add_pairwise
-from hpctrain.system.arrays import Array
+from hpctrain.system.array_types import Array
 
 if TYPE_CHECKING:
     from mpi4py import MPI

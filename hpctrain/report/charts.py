@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from hpctrain.report.drawing import LIGHT, PALETTE, Chart, said
-from hpctrain.system.arrays import Floats
+from hpctrain.system.array_types import Floats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

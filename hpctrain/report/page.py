@@ -23,7 +23,7 @@ from hpctrain.run.events import CheckpointFailed, CheckpointSaved, Event, Hang, 
 from hpctrain.run.figures import Curve, Figure, Figures, Picture
 from hpctrain.run.history import RunHistory
 from hpctrain.system import quantities
-from hpctrain.system.arrays import Floats
+from hpctrain.system.array_types import Floats
 
 
 def make_sections(

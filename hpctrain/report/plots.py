@@ -14,7 +14,7 @@ from hpctrain.report.drawing import Chart
 from hpctrain.report.summary import Span
 from hpctrain.run.events import Train
 from hpctrain.run.history import RunHistory, Series
-from hpctrain.system.arrays import Floats, Ints
+from hpctrain.system.array_types import Floats, Ints
 from hpctrain.system.quantities import VISIBLE_MFU
 
 POINTS = 400

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.system import safe_read
-from hpctrain.system.arrays import Floats
+from hpctrain.system.array_types import Floats
 from hpctrain.system.files import write_atomically
 from hpctrain.system.json_shape import is_count, maker, sound
 

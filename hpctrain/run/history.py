@@ -12,7 +12,7 @@ import numpy as np
 
 from hpctrain.run.events import Eval, Event, TakeOver, Train, is_repeated
 from hpctrain.run.run_status import RunSnapshot
-from hpctrain.system.arrays import Floats
+from hpctrain.system.array_types import Floats
 
 KEPT_EVENTS = 2000
 """Maximum number of rare events (checkpoints, stragglers, ...) kept per kind; of more, the middle ones are dropped."""

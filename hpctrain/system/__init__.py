@@ -7,5 +7,5 @@ watching processes. cgroups: limits of this process. gpus: GPUs by the kernel. f
 to devices. shared_memory: memory shared by processes of this node. address: addresses at which other hosts reach this
 one. kernel: files of the kernel. channel: proof of a run's secret, and frames, between its processes. object_store:
 object stores by URL. retry: the loop that tries again. output, foreign_text: terminal output. quantities: bytes and
-seconds for people. user_errors: messages for errors in users' code.
+seconds for people. array_types: names of array types. user_errors: messages for errors in users' code.
 """

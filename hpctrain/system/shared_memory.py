@@ -14,7 +14,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from hpctrain.system.arrays import Array
+from hpctrain.system.array_types import Array
 
 FOLDER = "/dev/shm"
 ALIGNMENT = 64

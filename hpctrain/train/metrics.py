@@ -11,7 +11,7 @@ import numpy as np
 
 from hpctrain.errors import UserError, kind_of
 from hpctrain.run.figures import Curve, Figure, Matrix, is_drawable
-from hpctrain.system.arrays import Array, Floats
+from hpctrain.system.array_types import Array, Floats
 
 Arrays = Mapping[str, Array]
 """State as it is sent between ranks."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.system.arrays import Array
+from hpctrain.system.array_types import Array
 
 
 class SavedArrays(Mapping[str, Array]):

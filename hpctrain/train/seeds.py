@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from hpctrain.system.arrays import Array
+from hpctrain.system.array_types import Array
 
 
 def derive(seed: int, *keys: int) -> int:

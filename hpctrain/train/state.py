@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hpctrain.data.pipeline import Batch
-from hpctrain.system.arrays import Array
+from hpctrain.system.array_types import Array
 
 
 @dataclasses.dataclass

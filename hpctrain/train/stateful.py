@@ -11,7 +11,7 @@ import numpy as np
 
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError, kind_of
-from hpctrain.system.arrays import Array
+from hpctrain.system.array_types import Array
 from hpctrain.train.framework import StateSource
 from hpctrain.train.saved_arrays import is_inexact, items_of, numbers_of
 from hpctrain.train.state import Placement, StateTensor

@@ -12,7 +12,7 @@ import tensorflow as tf
 from hpctrain.backends.tensorflow.keras_reducer import Callback, Pieces, exchanged_dtype, notify, on_host
 from hpctrain.comm.group import Group
 from hpctrain.reduce.row_exchange import RowExchange, SparseRows
-from hpctrain.system.arrays import Array
+from hpctrain.system.array_types import Array
 from hpctrain.train.framework import StepSettings
 
 

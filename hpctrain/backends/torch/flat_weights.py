@@ -14,7 +14,7 @@ from hpctrain.backends.torch.process_groups import ProcessGroup, broadcast
 from hpctrain.backends.torch.reduce.gradients import as_real
 from hpctrain.backends.torch.state.tensors import TorchTensor
 from hpctrain.comm.group import Group
-from hpctrain.system.arrays import Array
+from hpctrain.system.array_types import Array
 
 
 class TorchFlatWeights:

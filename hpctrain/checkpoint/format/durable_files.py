@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.errors import UserError
-from hpctrain.system.arrays import Bytes
+from hpctrain.system.array_types import Bytes
 from hpctrain.system.files import sync
 from hpctrain.system.safe_read import NotPlain, open_plain
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from hpctrain.checkpoint.format.boxes import Box, everything
 from hpctrain.errors import Code, RunFailed, UserError
-from hpctrain.system.arrays import Array
+from hpctrain.system.array_types import Array
 from hpctrain.train.saved_arrays import items_of, numbers_of
 
 FORMAT = "hpctrain-checkpoint"

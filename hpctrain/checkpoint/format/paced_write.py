@@ -14,7 +14,7 @@ from threading import Condition
 
 from hpctrain.checkpoint.format.durable_files import created, write_at
 from hpctrain.errors import HpctrainError
-from hpctrain.system.arrays import Bytes
+from hpctrain.system.array_types import Bytes
 
 THREADS = 2
 """Threads per writer: one writes, since file systems allow one writer per file at a time; the other checksums."""

@@ -25,7 +25,7 @@ from hpctrain.checkpoint.format import shard_index
 from hpctrain.checkpoint.format.durable_files import crc32
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, MOST_TILES, TensorPiece
 from hpctrain.checkpoint.format.paced_write import write_paced
-from hpctrain.system.arrays import Array, Bytes
+from hpctrain.system.array_types import Array, Bytes
 from hpctrain.system.shared_memory import unnamed_file
 from hpctrain.train.state import all_finite
 

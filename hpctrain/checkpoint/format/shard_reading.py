@@ -25,7 +25,7 @@ from hpctrain.checkpoint.format.boxes import Box, boxes_between, position, run_a
 from hpctrain.checkpoint.format.durable_files import crc32, judged, open_regular, read_at, reading
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, DamagedCheckpoint, Shard, StoredPiece
 from hpctrain.checkpoint.format.shard import blocks_of, gaps
-from hpctrain.system.arrays import Array, Bytes
+from hpctrain.system.array_types import Array, Bytes
 
 SHARED_BYTES = 1 << 18
 """Minimum size of blocks that another thread checksums; for smaller ones, the handover would take longer."""

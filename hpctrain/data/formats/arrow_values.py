@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.errors import UserError
-from hpctrain.system.arrays import Array
+from hpctrain.system.array_types import Array
 
 
 def unified(schema: Any, found: Sequence[tuple[str, Any]]) -> tuple[Any, dict[str, str]]:

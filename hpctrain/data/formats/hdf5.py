@@ -20,7 +20,7 @@ from hpctrain.data.formats.hdf5_files import Hdf5File, asking, names_in
 from hpctrain.data.formats.hdf5_resolve import resolve
 from hpctrain.data.formats.netcdf import NetcdfReader, meaning_of, meant
 from hpctrain.errors import UserError
-from hpctrain.system.arrays import Ints
+from hpctrain.system.array_types import Ints
 
 
 @dataclass(frozen=True, eq=False)

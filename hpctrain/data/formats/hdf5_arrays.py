@@ -17,7 +17,7 @@ from hpctrain.data.formats.away import local_patiently
 from hpctrain.data.formats.block_cache import BlockCache
 from hpctrain.data.samples import grouped
 from hpctrain.errors import UserError
-from hpctrain.system.arrays import Array, Ints
+from hpctrain.system.array_types import Array, Ints
 
 BLOCK_BYTES = 64 * 2**10
 """Minimum size of a read from an array that is not contiguous."""

@@ -9,7 +9,7 @@ import h5py
 import numpy as np
 
 from hpctrain.errors import UserError
-from hpctrain.system.arrays import Array, Bools, Ints
+from hpctrain.system.array_types import Array, Bools, Ints
 
 FIX = 'decode it: hpctrain.open_dataset(..., decode="netcdf"), or hpctrain data pack --kind netcdf'
 

@@ -18,7 +18,7 @@ from hpctrain.data.dataset import Field, Samples, choose, content_fingerprint, f
 from hpctrain.data.formats.away import local_patiently
 from hpctrain.data.samples import Sample, named, stack
 from hpctrain.errors import UserError, file_errors, refusal, requires
-from hpctrain.system.arrays import Array, Bytes, Ints
+from hpctrain.system.array_types import Array, Bytes, Ints
 
 Decode = Callable[[dict[str, Any]], Any]
 """decode(record) returns a sample, a dict or tuple of arrays. The record is a JSON object, a tar record's files by

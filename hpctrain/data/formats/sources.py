@@ -34,7 +34,7 @@ from hpctrain.data.formats.table_dataset import open_table_dataset
 from hpctrain.data.formats.tables import open_table
 from hpctrain.data.samples import grouped, require_alike
 from hpctrain.errors import UserError, is_away
-from hpctrain.system.arrays import Ints
+from hpctrain.system.array_types import Ints
 
 CACHE_BYTES = 256 * 2**20
 

@@ -18,7 +18,7 @@ from hpctrain.data.formats.records import Decode, open_records
 from hpctrain.data.formats.tables import Table, TablePart, reading
 from hpctrain.data.samples import grouped
 from hpctrain.errors import UserError
-from hpctrain.system.arrays import Array, Ints
+from hpctrain.system.array_types import Array, Ints
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from hpctrain.data.dataset import Field, Samples, fields_like, users_code
 from hpctrain.data.global_generators import kept, seed_all
 from hpctrain.data.samples import Sample, host, layout, named, stack
 from hpctrain.errors import UserError
-from hpctrain.system.arrays import Ints
+from hpctrain.system.array_types import Ints
 
 
 @dataclass(eq=False)

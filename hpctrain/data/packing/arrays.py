@@ -12,7 +12,7 @@ import numpy as np
 from hpctrain.data.dataset import ArrayDataset, choose, from_arrays
 from hpctrain.data.packing.pack_source import PackSource, from_dataset
 from hpctrain.errors import UserError, foreign_errors
-from hpctrain.system.arrays import Array
+from hpctrain.system.array_types import Array
 
 
 def from_npz(path: Path, names: tuple[str, ...] | None = None) -> PackSource:

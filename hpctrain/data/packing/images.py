@@ -12,7 +12,7 @@ import numpy as np
 from hpctrain.data.dataset import Field, Samples
 from hpctrain.data.packing.pack_source import PackSource, block_samples
 from hpctrain.errors import UserError, requires
-from hpctrain.system.arrays import Bytes
+from hpctrain.system.array_types import Bytes
 
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 

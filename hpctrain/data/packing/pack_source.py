@@ -15,7 +15,7 @@ from hpctrain.data.dataset import Dataset, Field, Samples, is_ordered
 from hpctrain.data.formats.hdf5_files import Hdf5File, asking
 from hpctrain.data.samples import require_alike
 from hpctrain.errors import UserError
-from hpctrain.system.arrays import Array
+from hpctrain.system.array_types import Array
 
 BLOCK_BYTES = 8 * 2**20
 

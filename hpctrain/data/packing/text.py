@@ -21,7 +21,7 @@ from hpctrain.data.dataset import Field, Samples
 from hpctrain.data.formats.hdf5_files import look_at
 from hpctrain.data.packing.pack_source import PackSource, block_samples
 from hpctrain.errors import UserError, file_errors, requires
-from hpctrain.system.arrays import Array
+from hpctrain.system.array_types import Array
 
 LINES = (".jsonl", ".ndjson")
 SUFFIXES = (".txt", ".md", ".rst", *LINES)

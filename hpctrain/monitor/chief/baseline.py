@@ -10,7 +10,7 @@ import numpy as np
 from hpctrain.monitor.chief import slowness
 from hpctrain.monitor.chief.peers import Peers
 from hpctrain.monitor.window import CAUSES, Window
-from hpctrain.system.arrays import Array, Bools, Ints
+from hpctrain.system.array_types import Array, Bools, Ints
 
 WARM_UP = 1
 """Windows ignored at the start: compilation, caches and connections distort them."""

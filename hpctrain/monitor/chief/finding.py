@@ -18,7 +18,7 @@ from hpctrain.run import bad_nodes
 from hpctrain.run.event_log import EventWriter
 from hpctrain.run.folder import RunDir
 from hpctrain.run.grid import Grid
-from hpctrain.system.arrays import Bools, Ints
+from hpctrain.system.array_types import Bools, Ints
 
 RANKS_IN_EVENT = 1000
 """Largest number of ranks listed in an event."""

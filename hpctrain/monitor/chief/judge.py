@@ -15,7 +15,7 @@ from hpctrain.monitor.chief.finding import Finding, FindingState, Kind, Suspicio
 from hpctrain.monitor.chief.peers import Peers, heaviest
 from hpctrain.monitor.window import CAUSES, GC, Window
 from hpctrain.run.grid import Grid
-from hpctrain.system.arrays import Array, Bools, Ints
+from hpctrain.system.array_types import Array, Bools, Ints
 
 
 @dataclass(frozen=True)

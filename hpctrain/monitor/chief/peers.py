@@ -9,7 +9,7 @@ import numpy as np
 
 from hpctrain.monitor.chief import slowness
 from hpctrain.run.grid import Grid
-from hpctrain.system.arrays import Array, Bools, Ints
+from hpctrain.system.array_types import Array, Bools, Ints
 
 AXES = ("stage", "tensor")
 

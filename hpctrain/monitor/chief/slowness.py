@@ -12,7 +12,7 @@ from statistics import NormalDist
 import numpy as np
 
 from hpctrain.monitor.window import BUSY, CAUSES, GC
-from hpctrain.system.arrays import Array, Bools, Ints
+from hpctrain.system.array_types import Array, Bools, Ints
 from hpctrain.train.clock import Phase
 
 MAD_TO_SIGMA = 1.4826

@@ -23,7 +23,7 @@ from hpctrain.monitor.framing import Message
 from hpctrain.run.events import RankDevice, Straggler
 from hpctrain.run.run_status import LiveRank, LiveWindow
 from hpctrain.run.time_account import SHORT_S
-from hpctrain.system.arrays import Ints
+from hpctrain.system.array_types import Ints
 from hpctrain.system.files import write_atomically
 
 COLUMNS = 512

@@ -22,7 +22,7 @@ from hpctrain.monitor.node import stacks
 from hpctrain.monitor.node.gpu_readings import AmdSmi, GpuReading, Nvml, open_gpus
 from hpctrain.monitor.window import ARRAYS, Window, condense
 from hpctrain.system import processes
-from hpctrain.system.arrays import Floats
+from hpctrain.system.array_types import Floats
 
 BEAT_S = 1.0
 """Seconds between reports of the heartbeats."""

@@ -19,7 +19,7 @@ from hpctrain.backends.update import LossScale
 from hpctrain.comm.group import Group
 from hpctrain.config.combinations import refusal
 from hpctrain.config.features import Feature
-from hpctrain.system.arrays import Array
+from hpctrain.system.array_types import Array
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.schedule import Factors, OwnRates
 from hpctrain.train.seeds import derive, host_random_state, restore_host_random_state, seed_python

@@ -16,7 +16,7 @@ import tensorflow as tf
 from hpctrain.backends.keras.keras_model import flat, named_variables, path_in, slots_of
 from hpctrain.backends.named_state import digest as digest_of
 from hpctrain.errors import UserError
-from hpctrain.system.arrays import Array
+from hpctrain.system.array_types import Array
 from hpctrain.train.state import Cut, Placement, Tiling, part_of
 
 

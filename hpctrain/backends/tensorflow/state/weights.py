@@ -15,7 +15,7 @@ from hpctrain.backends.tensorflow.steps.keras_own_step import build_by_own_step
 from hpctrain.backends.tensorflow.steps.passes import Tensors, score_of
 from hpctrain.data.dataset import Samples
 from hpctrain.errors import HpctrainError
-from hpctrain.system.arrays import Array
+from hpctrain.system.array_types import Array
 from hpctrain.system.user_errors import blamed, shapes
 from hpctrain.tasks.definition import KerasTask
 

@@ -15,7 +15,7 @@ from hpctrain.backends.joint_statistics import JointStatistics
 from hpctrain.backends.tensorflow.keras_reducer import broadcast, on_host
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError, kind_of
-from hpctrain.system.arrays import Floats
+from hpctrain.system.array_types import Floats
 from hpctrain.train.clock import StepClock
 
 

@@ -31,7 +31,7 @@ from hpctrain.backends.torch.state.tensors import model_tensors
 from hpctrain.config.combinations import refusal
 from hpctrain.config.features import Feature
 from hpctrain.errors import UserError
-from hpctrain.system.arrays import Array
+from hpctrain.system.array_types import Array
 from hpctrain.system.user_errors import blamed, shapes
 from hpctrain.tasks.definition import KerasTask, TorchTask
 from hpctrain.tasks.meters import KerasMetric, meters_of

@@ -17,7 +17,7 @@ from hpctrain.backends.named_state import load_tensors
 from hpctrain.backends.torch.state.tensors import NUMBER, TorchTensor, tensor_of, tensors_of
 from hpctrain.backends.torch.strategies.partition import Slices
 from hpctrain.errors import UserError, kind_of
-from hpctrain.system.arrays import Array
+from hpctrain.system.array_types import Array
 from hpctrain.train.saved_arrays import SavedArrays, as_saved
 from hpctrain.train.schedule import Factors, OwnRates
 from hpctrain.train.state import ArrayTensor, Cut, Placement, StateTensor

@@ -18,7 +18,7 @@ from hpctrain.backends.torch.strategies.exchange import Exchange, HostExchange
 from hpctrain.backends.torch.strategies.split_values import of_rank, plain
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
-from hpctrain.system.arrays import Array
+from hpctrain.system.array_types import Array
 from hpctrain.train.clock import NO_CLOCK, Neighbours, StepClock, Waiting
 
 HALVES = (torch.bfloat16, torch.float16)

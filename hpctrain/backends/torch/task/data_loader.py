@@ -16,7 +16,7 @@ from hpctrain.data.order import Epoch
 from hpctrain.data.samplers import WeightedSampler
 from hpctrain.data.samples import Sample, host, named
 from hpctrain.errors import UserError, kind_of
-from hpctrain.system.arrays import Ints
+from hpctrain.system.array_types import Ints
 from hpctrain.tasks.definition import Task
 
 Sampler = Callable[[Epoch], Ints]
