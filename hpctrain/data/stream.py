@@ -23,6 +23,10 @@ from hpctrain.data.pipeline import Batch, prefetched
 from hpctrain.data.samples import Recipe, Sample, batch_of, host, named
 from hpctrain.errors import HpctrainError, UserError, foreign_errors, refusal
 
+OTHERS = (
+    "some may be trained on twice or not at all in this epoch; let it yield the same samples in each process, by "
+    "set_epoch(epoch), or give it state_dict and load_state_dict"
+)
 UNKNOWN_LENGTH = 2**62
 """Stands for the number of batches in an epoch, which is unknown until the epoch ends."""
 
@@ -66,16 +70,25 @@ class Stream:
     def __post_init__(self) -> None:
         self.fields: Mapping[str, Field] = fields_like(self.first, 1, False, type(self.source).__name__)
 
-    def undecoded(self, skip: int = 0) -> Iterator[Any]:
-        """Raw items from the current position, skipping the first ``skip``; ``sample`` decodes them."""
+    def undecoded(self, skip: int = 0, known: str = "", note: Callable[[str], object] = str) -> Iterator[Any]:
+        """Raw items from the current position, skipping the first ``skip``; ``sample`` decodes them.
+
+        Calls ``note`` with a sentence if the last one skipped has not the hash ``known``, unless that is empty.
+        """
         number, kind = skip, type(self.source).__name__
 
         def failed(error: Exception) -> HpctrainError:
             return refusal(error, f"{kind} failed after sample {number}: {with_place(error)}", "correct the stream")
 
         with foreign_errors(failed):
-            for each in self.without(skip):
-                yield each if self.decode else named(host(each), self.names)
+            for each in self.without(skip - 1 if known else skip):
+                item = each if self.decode else named(host(each), self.names)
+                if known:
+                    if digest_of(item) != known:
+                        note(f"{kind} gives another sample {skip - 1} than before the run ended: {OTHERS}")
+                    known = ""
+                    continue
+                yield item
                 number += 1
 
     def sample(self, undecoded: Any, number: int) -> Sample:
@@ -253,6 +266,10 @@ class StreamOrder:
         return ""
 
 
+Taken = tuple[Batch, dict[str, Any], str, Any]
+"""A batch, the stream's position after it, a hash of it or "", and its last raw item."""
+
+
 @dataclass(eq=False)
 class StreamingData:
     """This rank's part of an infinite sequence of global batches of a stream; see TrainingData."""
@@ -269,11 +286,17 @@ class StreamingData:
     recipe: Recipe = field(default_factory=Recipe)
     """How samples become a batch."""
     place: Callable[[Samples], Samples] = lambda samples: samples
-    batches: Generator[tuple[Batch, dict[str, Any], str], None, None] | None = field(default=None, init=False)
+    batches: Generator[Taken, None, None] | None = field(default=None, init=False)
     at: tuple[int, int] = field(default=(0, 0), init=False)
     """Epoch and index of the batch that starts at ``position``."""
     digest: str = field(default="", init=False)
     """Hash of the last batch taken, of all ranks' samples; empty for most batches."""
+    last: Any = field(default=None, init=False)
+    """The last raw item of that batch."""
+    known: str = field(default="", init=False)
+    """Its hash before the resume."""
+    changed: str = field(default="", init=False)
+    """A sentence if the stream has changed since the checkpoint was saved."""
 
     def __post_init__(self) -> None:
         self.position = self.stream.state_dict()
@@ -283,23 +306,25 @@ class StreamingData:
         """Infinite iterator over batches, starting with this one; closes any earlier iterator of this object."""
         self.close()
         skip = batch * self.order.global_batch
+        known = self.known if skip and (epoch, batch) == self.at else ""
         if self.position and (epoch, batch) == self.at:
             self.stream.source.load_state_dict(copy.deepcopy(self.position))
             skip = 0
         depth = 0 if self.stream.draws or self.recipe.draws else self.prefetch  # the model uses the same generators
-        self.batches = prefetched(self._load(epoch, batch, skip), depth)
+        self.batches = prefetched(self._load(epoch, batch, skip, known), depth)
         return self._handed_out(self.batches)
 
     def state_dict(self) -> dict[str, Any]:
-        """The stream's position after the last batch taken; empty if the source cannot save one."""
+        """The stream's position after the last batch taken; the last item's hash if the source cannot save one."""
         if not self.position:
-            return {}
+            known = self.known if self.last is None else digest_of(self.last)
+            return {"at": list(self.at), "known": known} if known else {}
         return {"at": list(self.at), **{f"stream.{key}": value for key, value in self.position.items()}}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the result of ``state_dict``, from which ``starting_at`` then continues."""
         epoch, batch = saved["at"]
-        self.at = (epoch, batch)
+        self.at, self.known = (epoch, batch), saved.get("known", "")
         named = {key: value for key, value in saved.items() if key.startswith("stream.")}
         self.position = {key.removeprefix("stream."): value for key, value in named.items()}
 
@@ -309,22 +334,22 @@ class StreamingData:
             self.batches.close()
         self.batches = None
 
-    def _handed_out(self, items: Iterator[tuple[Batch, dict[str, Any], str]]) -> Iterator[Batch]:
-        for batch, self.position, self.digest in items:
+    def _handed_out(self, items: Iterator[Taken]) -> Iterator[Batch]:
+        for batch, self.position, self.digest, self.last in items:
             self.at = (batch.epoch + 1, 0) if batch.ends_epoch else (batch.epoch, batch.index + 1)
             yield batch
 
-    def _load(self, epoch: int, batch: int, skip: int) -> Generator[tuple[Batch, dict[str, Any], str], None, None]:
+    def _load(self, epoch: int, batch: int, skip: int, known: str) -> Generator[Taken, None, None]:
         taken = 0
         may_be_at_end = bool(self.position) and epoch > 0  # a position at the end of the data yields no samples
         while True:
             before = batch
             if hasattr(self.stream.source, "set_epoch"):  # of Hugging Face: shuffles differently
                 self.stream.source.set_epoch(epoch)
-            for samples, position, is_last in self._chunks(skip, epoch, batch):
+            for samples, position, is_last in self._chunks(skip, epoch, batch, known):
                 taken += 1  # the same on all ranks, wherever they are in their streams
                 digest = digest_of((epoch, batch, samples)) if taken.bit_count() == 1 else ""
-                yield self._batch(epoch, batch, samples, is_last), position, digest
+                yield self._batch(epoch, batch, samples, is_last), position, digest, samples[-1]
                 batch += 1
             if batch == before and not may_be_at_end:
                 raise UserError(
@@ -336,13 +361,15 @@ class StreamingData:
                 )
             if batch > before:
                 epoch += 1
-            batch, skip, may_be_at_end = 0, 0, False
+            batch, skip, may_be_at_end, known = 0, 0, False, ""
 
-    def _chunks(self, skip: int, epoch: int, batch: int) -> Iterator[tuple[list[Any], dict[str, Any], bool]]:
+    def _chunks(
+        self, skip: int, epoch: int, batch: int, known: str
+    ) -> Iterator[tuple[list[Any], dict[str, Any], bool]]:
         """For each global batch up to the end of the data: raw items, position after it, whether it is the last."""
         size = self.order.global_batch
         look_ahead = size if self.order.drop_last else 1
-        samples = self.stream.undecoded(skip)
+        samples = self.stream.undecoded(skip, known, self._note)
         ahead: list[Any] = []
         self.generators.reseed(epoch, batch if self.position else 0)  # a stream without position begins the epoch again
         while True:
@@ -358,6 +385,9 @@ class StreamingData:
             yield chunk, position, is_last
             if is_last:
                 return
+
+    def _note(self, changed: str) -> None:
+        self.changed = changed
 
     def _read(self, samples: Iterator[Any], count: int) -> list[Any]:
         with self.generators.used() if self.stream.draws else nullcontext():

@@ -84,15 +84,20 @@ def make_data(problem: Problem, world: World, place: Place) -> BatchSource:
 class DataPosition(BaseHook):
     """Saves and restores the position in the data; has no state if (epoch, batch) is enough.
 
-    Also compares batches of a stream between ranks: the first, the second, the fourth, and so on.
+    Also compares batches of a stream between ranks: the first, the second, the fourth, and so on; and warns once of a
+    stream that has changed since the checkpoint was saved.
     """
 
     name = "data"
 
-    def __init__(self, data: BatchSource) -> None:
-        self.data = data
+    def __init__(self, data: BatchSource, warn: Callable[[str], object]) -> None:
+        self.data, self.warn, self.has_warned = data, warn, False
 
     def after_step(self, training: Training, result: StepResult) -> None:
+        if (changed := getattr(self.data, "changed", "")) and not self.has_warned:
+            self.has_warned = True
+            if training.world.rank == 0:
+                self.warn(changed)
         if digest := getattr(self.data, "digest", ""):
             found = training.world.everyone.allgather(digest, "compare a batch of their streams")
             others = [rank for rank, each in enumerate(found) if each != found[0]]

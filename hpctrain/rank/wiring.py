@@ -175,7 +175,7 @@ def make_hooks(
     if config.track.profile.first_step is not None:
         profiler = PhaseProfiler(profiler_of(problem.task), monitor.clock)
         profile = [Profile(config.track.profile, profiler, session.warn)]
-    stateful = [*watch, *scheduler_hooks(problem.task), *problem.task.hooks, *more, DataPosition(data)]
+    stateful = [*watch, *scheduler_hooks(problem.task), *problem.task.hooks, *more, DataPosition(data, session.warn)]
     if config.checkpoint.enabled:
         batch, fingerprint = problem.order.global_batch, problem.fingerprint()
         identity = identity_of(dataclasses.asdict(config), batch, fingerprint, problem.sources())

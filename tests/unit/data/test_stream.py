@@ -446,3 +446,16 @@ def test_numbers_in_lists_are_not_looked_at_one_by_one(monkeypatch):
     found = samples.host(given)
     assert found["ids"] == tuple(range(512)) and found["pair"] == ((1, 2.0), (True, 3))
     assert isinstance(found["mixed"][0], np.ndarray) and len(calls) < 10
+
+
+def test_a_resumed_run_notices_that_a_stream_gives_other_samples():
+    first = make(Again())
+    take(first, 6)
+    saved = json.loads(json.dumps(first.state_dict()))
+    for source, changes in ((Again(), False), (Shuffled(lambda ids: ids.reverse()), True)):
+        resumed = make(source)
+        resumed.load_state_dict(saved)
+        assert resumed.state_dict() == saved
+        ids = [values(batch) for batch in take(resumed, 2, 1, 1)]
+        assert (("another sample 4 than before" in resumed.changed), resumed.changed == "") == (changes, not changes)
+        assert changes or ids == [[5, 6, 7, 8, 9], [10, 11, 12, 13, 14]]

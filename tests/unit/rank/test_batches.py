@@ -16,7 +16,7 @@ def after_step(digests: list[str]) -> None:
     everyone = SimpleNamespace(allgather=lambda value, what: digests)
     training = SimpleNamespace(world=SimpleNamespace(everyone=everyone), state=SimpleNamespace(step=4))
     data: Any = SimpleNamespace(digest=digests[0])
-    DataPosition(cast(BatchSource, data)).after_step(cast(Training, training), cast(StepResult, None))
+    DataPosition(cast(BatchSource, data), print).after_step(cast(Training, training), cast(StepResult, None))
 
 
 def test_other_samples_than_on_rank_0_end_the_run():
