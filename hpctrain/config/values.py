@@ -35,6 +35,15 @@ class RunFileLoader(bounded_yaml.BoundedLoader):
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 (PyYAML's own way; filled below)
 
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[typing.Hashable, typing.Any]:
+        """Refuses a key that stands twice, of which YAML would take the last."""
+        seen: dict[tuple[str, str], yaml.Node] = {}
+        for key, _ in node.value:
+            if (first := seen.setdefault((key.tag, str(key.value)), key)) is not key:
+                what = f"{key.value!r} is in line {first.start_mark.line + 1} already"
+                raise yaml.constructor.ConstructorError(None, None, what, key.start_mark)
+        return super().construct_mapping(node, deep)
+
 
 for _tag, _pattern, _first in [
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),

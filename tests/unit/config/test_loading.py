@@ -140,6 +140,12 @@ def test_quoted_text_is_text(run_file, text):
         ("checkpoint: {every_minutes: .nan}", "run.yaml:4: checkpoint.every_minutes is nan", "above 0"),
         ("checkpoint:\n  keep_last: 0", "run.yaml:5: checkpoint.keep_last is 0", "1 or more"),
         ("train: {epochs: 4}", "'train' is in line 3 already", "one of the two"),
+        (
+            "task_args:\n  lr: 0.1\n  steps: {a: 1}\n  lr: 0.2",
+            "run.yaml:7 is not YAML: 'lr' is in line 5 already",
+            "correct",
+        ),
+        ("task_args: {a: {b: 1, b: 1}}", "'b' is in line 4 already", "correct"),
         ("data: [", "run.yaml:5 is not YAML", "indentation"),
         ("optimizer: {lr: 1}", "run.yaml:4: optimizer.lr is given without optimizer.name", "sgd, adam, adamw, nadam"),
         ("optimizer: {name: adm}", "run.yaml:4: optimizer.name cannot be 'adm'", "sgd, adam, adamw, nadam, adamax"),
