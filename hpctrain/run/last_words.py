@@ -14,6 +14,7 @@ import math
 import os
 import socket
 import time
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -128,7 +129,7 @@ def first_word(rank: int | None, oom_kills: int | None = None) -> LastWord:
 
 @dataclasses.dataclass(frozen=True)
 class WordFile:
-    """One rank's file, ranks/<attempt>/<host>-<pid>.json; named by process, since a rank may not know its number."""
+    """One rank's file, ranks/<attempt>/<host>-<pid>-<machine>.json: a rank may not know its number."""
 
     path: Path
     run: Path
@@ -136,8 +137,9 @@ class WordFile:
 
     @classmethod
     def of(cls, run_dir: RunDir, attempt: int, word: LastWord) -> WordFile:
-        """Returns the file for this word."""
-        return cls(pieces(run_dir, attempt) / f"{word.host}-{word.pid}.json", run_dir.path)
+        """Returns the file for this word. Processes in different containers may have the same host name and PID."""
+        scope = zlib.crc32((word.machine or "").encode())
+        return cls(pieces(run_dir, attempt) / f"{word.host}-{word.pid}-{scope:08x}.json", run_dir.path)
 
     def begin(self, word: LastWord) -> None:
         """Writes the first word, which reserves the space for the last one.

@@ -61,7 +61,7 @@ def test_words_that_stay_unreadable_hide_no_others(tmp_path, monkeypatch):
     for word in words:
         WordFile.of(run_dir, 1, word).begin(word)
     (pieces(run_dir, 1) / "x-1.json").write_bytes(b" " * (MOST_WORD_BYTES + 1))
-    server = FileServer(errno.EIO, "-1001.json", "open", 1000).install(monkeypatch)
+    server = FileServer(errno.EIO, "-1001-", "open", 1000).install(monkeypatch)
     assert collect(run_dir, 1) == [words[0], words[2]] and server.failed == 2
 
 
@@ -137,3 +137,11 @@ def test_words_of_thousands_of_ranks_that_all_failed_can_be_read_again(tmp_path,
     assert {(word.error.what, word.error.traceback[:8]) for word in saved.ranks if word.error} == {
         (error.what, "in frame")
     }
+
+
+def test_containers_that_number_their_processes_alike_keep_a_word_each(tmp_path):
+    run_dir = opened(tmp_path)
+    words = [dataclasses.replace(first_word(rank), pid=7, machine=f"boot pid:[{rank}]") for rank in range(2)]
+    for word in words:
+        WordFile.of(run_dir, 1, word).begin(word)
+    assert collect(run_dir, 1) == words
