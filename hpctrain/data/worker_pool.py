@@ -24,7 +24,7 @@ from hpctrain.data.order import Drawn
 from hpctrain.data.samples import Recipe
 from hpctrain.data.worker import refer_to_dataset, refer_to_recipe
 from hpctrain.errors import Code, RunFailed, UserError
-from hpctrain.system import python
+from hpctrain.system import processes, python
 from hpctrain.system.array_types import Ints
 from hpctrain.system.shared_memory import AnonymousMemory
 
@@ -123,8 +123,7 @@ class WorkerPool:
             try:
                 worker.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                worker.process.kill()
-                worker.process.wait()
+                processes.kill(worker.process)
 
     def close(self) -> None:
         """End the processes and free the shared memory. Call it once, when no thread uses the pool any longer."""

@@ -68,8 +68,7 @@ class LauncherProcess:
                 time.sleep(TICK_S)
         finally:
             if self.process.poll() is None:
-                self.process.kill()
-                self.process.wait()
+                processes.kill(self.process)
             grace_s = KILLED_GRACE_S if self.was_killed else KILL_GRACE_S
             processes.end_descendants(grace_s, others, self.parent)
             self.output.pump(LAST_PUMP_S)

@@ -90,7 +90,7 @@ def complete(words: Sequence[LastWord], cause: Fact | None) -> list[LastWord]:
         if not isinstance(cause, Death) or cause.rank != word.rank:
             return dataclasses.replace(word, ending=rest)
         local = cause.signal == signal.SIGKILL and word.host == socket.gethostname()
-        starved = cause.out_of_memory or (local and processes.ran_out_of_memory(word.pid, word.oom_kills))
+        starved = cause.out_of_memory or (local and processes.ran_out_of_memory(word.pid, word.birth, word.oom_kills))
         death = dataclasses.replace(cause, out_of_memory=starved)
         exit_code = death.status or None
         return dataclasses.replace(word, ending=Ending.KILLED, note=death.cause, code=death.code, exit_code=exit_code)

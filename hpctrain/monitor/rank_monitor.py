@@ -29,7 +29,7 @@ from hpctrain.monitor.ring_clock import RingClock
 from hpctrain.run.folder import RunDir
 from hpctrain.run.grid import Grid
 from hpctrain.run.rank_environment import current_attempt
-from hpctrain.system import foreign_text, python, shared_memory
+from hpctrain.system import foreign_text, processes, python, shared_memory
 from hpctrain.system.address import Interface, interfaces, meeting_address, routed_address
 from hpctrain.system.files import make_folder, open_log
 from hpctrain.train.framework import StepResult
@@ -104,8 +104,7 @@ class MonitorSession:
             try:
                 self.agent.wait(CLOSE_S)
             except subprocess.TimeoutExpired:
-                self.agent.kill()
-                self.agent.wait()
+                processes.kill(self.agent)
             self.poll()
         if self.agent is not None and self.agent.stdout is not None:
             self.agent.stdout.close()

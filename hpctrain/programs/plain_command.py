@@ -97,7 +97,7 @@ def main() -> int:
         file.end(failed(word, error))
         return error.exit_code
     port.close()
-    starved = code == -signal.SIGKILL and processes.ran_out_of_memory(child.pid, word.oom_kills)
+    starved = code == -signal.SIGKILL and processes.ran_out_of_memory(child.pid, word.birth, word.oom_kills)
     last = ending(word, sys.argv[1], code, asked, said_last(log), starved)
     file.end(dataclasses.replace(last, ended=time.time()))
     return last.exit_code if last.ending is Ending.FAILED and last.exit_code else ExitCode.DONE

@@ -37,6 +37,10 @@ GONE = ""
 """State: the process has ended, or its PID has been reused."""
 UNSEEN = "?"
 """State: the process could not be observed (no descriptors, memory or permission), so its state is unknown."""
+KILLED_S = 5.0
+KERNEL_LOG = "/dev/kmsg"
+LOG_DRIFT = 1e-3
+"""Relative error allowed to the clock of the kernel's log, which no time server corrects."""
 TETHER = "HPCTRAIN_TETHER"
 """Environment variable that makes ranks die with the process that started them."""
 
@@ -222,7 +226,7 @@ def end_descendants(patience_s: float, spared: Collection[int] = (), alone: int 
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(alive, timeout=5)
+    psutil.wait_procs(alive, timeout=KILLED_S)
     for process in _descendants(spared, alone):  # started meanwhile by those just killed
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -236,29 +240,47 @@ def end_process(process: subprocess.Popen[bytes], patience_s: float) -> None:
     try:
         process.wait(patience_s)
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+        kill(process)
 
 
-def ran_out_of_memory(pid: int, kills_before: int | None) -> bool:
-    """Whether the kernel's log names the process, or our control group, which it shares, counts another OOM kill."""
-    if kernel_killed_for_memory(pid):
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kills a child process, and waits for its end up to KILLED_S: one that waits for a file server does not end."""
+    process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(KILLED_S)
+
+
+def ran_out_of_memory(pid: int, born: float, kills_before: int | None) -> bool:
+    """Whether the kernel's log names the process, or our control group, which it shares, counts another OOM kill.
+
+    Args:
+        pid: PID of the process.
+        born: its ``birth``, or an earlier one.
+        kills_before: the control group's count at its start.
+    """
+    if kernel_killed_for_memory(pid, born):
         return True
     now = cgroups.oom_kills()
     return kills_before is not None and now is not None and now > kills_before
 
 
-def kernel_killed_for_memory(pid: int) -> bool:
-    """Whether the kernel log reports an OOM kill of this process. False if the log cannot be read."""
+def kernel_killed_for_memory(pid: int, born: float) -> bool:
+    """Whether the kernel log reports an OOM kill of this process, not of an earlier one with its PID.
+
+    False if the log cannot be read.
+    """
     try:
-        handle = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+        handle = os.open(KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return False
     needle = f"Killed process {pid} ".encode()
+    asleep_s = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()  # the log's clock stands still meanwhile
+    since_us = 1e6 * (born / os.sysconf("SC_CLK_TCK") - asleep_s) * (1 - LOG_DRIFT)
     deadline = time.monotonic() + 1.0
     try:
-        while time.monotonic() < deadline:
-            if needle in os.read(handle, 8192):
+        while time.monotonic() < deadline and (record := os.read(handle, 8192)):
+            # "priority,number,microseconds,flags;text"
+            if needle in record and int(record.split(b",", 3)[2]) >= since_us:
                 return True
     except OSError:  # end of the log, or an overwritten entry
         return False

@@ -20,7 +20,7 @@ from typing import Any
 from hpctrain.run.events import Event
 from hpctrain.run.folder import RunDir
 from hpctrain.run.run_view import RunView
-from hpctrain.system import foreign_text, python, safe_read
+from hpctrain.system import foreign_text, processes, python, safe_read
 from hpctrain.system.files import open_log, write_atomically
 from hpctrain.system.json_shape import fits, is_count
 
@@ -87,8 +87,7 @@ class FollowerSink:
             waited = time.monotonic() - ended
             answers = not position(self.run_dir, self.name).get("problem")
             if waited > (FLUSH_S if answers else PATIENCE_S):
-                self.follower.kill()
-                self.follower.wait()
+                processes.kill(self.follower)
                 break
             time.sleep(LOOK_S)
         if self.follower.returncode != 0 or has_unsent(self.run_dir, self.name):

@@ -17,7 +17,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.run.events import RunStarted
 from hpctrain.run.folder import RunDir
 from hpctrain.run.run_view import RunView
-from hpctrain.system import python
+from hpctrain.system import processes, python
 from hpctrain.system.keras_backend import keras_backend
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
@@ -89,8 +89,7 @@ class Forking:
     def close(self) -> None:
         """Kills the parent, and with it all its ranks."""
         if self.process is not None:
-            self.process.kill()
-            self.process.wait()
+            processes.kill(self.process)
             self.process = None
             Path(self.socket).unlink(missing_ok=True)
 

@@ -215,10 +215,10 @@ def test_victims_that_the_monitor_saw_are_not_the_cause_though_no_agent_noted_a_
 
 
 def test_what_was_found_out_of_a_rank_is_in_its_word(monkeypatch):
-    monkeypatch.setattr("hpctrain.system.processes.ran_out_of_memory", lambda pid, before: False)
+    monkeypatch.setattr("hpctrain.system.processes.ran_out_of_memory", lambda pid, born, before: False)
     [killed] = complete([RUNNING], Death(1, signal=9))
     assert (killed.ending, killed.code, killed.exit_code) == (Ending.KILLED, Code.KILLED, 137)
-    monkeypatch.setattr("hpctrain.system.processes.ran_out_of_memory", lambda pid, before: True)
+    monkeypatch.setattr("hpctrain.system.processes.ran_out_of_memory", lambda pid, born, before: True)
     assert complete([RUNNING], Death(1, signal=9))[0].code is Code.OUT_OF_MEMORY
     assert complete([RUNNING], Death(1, signal=11))[0].code is Code.KILLED
     elsewhere = dataclasses.replace(RUNNING, host="n9")
@@ -340,9 +340,9 @@ def test_a_death_without_a_rank_is_that_of_its_process():
     ("before", "now", "ran_out"), [(1, 2, True), (1, 1, False), (None, 2, False), (1, None, False)]
 )
 def test_one_more_kill_of_the_control_group_is_this_rank_s(monkeypatch, before, now, ran_out):
-    monkeypatch.setattr("hpctrain.system.processes.kernel_killed_for_memory", lambda pid: False)
+    monkeypatch.setattr("hpctrain.system.processes.kernel_killed_for_memory", lambda pid, born: False)
     monkeypatch.setattr("hpctrain.system.cgroups.oom_kills", lambda: now)
-    assert processes.ran_out_of_memory(RUNNING.pid, before) is ran_out
+    assert processes.ran_out_of_memory(RUNNING.pid, RUNNING.birth, before) is ran_out
 
 
 def test_the_last_line_says_something():

@@ -184,3 +184,29 @@ def test_how_a_process_ended_is_known_to_others_than_its_parent(monkeypatch, wor
     os.close(life)
     monkeypatch.setattr(processes, "_stat", lambda pid: [*"S00000", "0", *["0"] * 21, str(1 << 8)])
     assert processes.is_ending(child.pid), "SIGKILL is pending"
+
+
+class Unkillable(subprocess.Popen):
+    """A process that a signal does not end, as one that waits for a file server."""
+
+    def kill(self):
+        pass
+
+
+def test_what_cannot_be_killed_is_not_waited_for_without_end(monkeypatch):
+    monkeypatch.setattr(processes, "KILLED_S", 0.1)
+    with Unkillable(["sh", "-c", "trap '' TERM; echo; read line"], stdin=-1, stdout=-1) as process:
+        process.stdout.readline()
+        processes.end_process(process, 0.1)
+        assert process.poll() is None
+        process.stdin.close()
+
+
+@pytest.mark.parametrize(("at_s", "killed"), [(400, False), (1100, True)])
+def test_the_kernel_killed_this_process_and_no_earlier_one_of_its_number(tmp_path, monkeypatch, at_s, killed):
+    log = tmp_path / "kmsg"
+    log.write_text(f"6,339,{at_s * 10**6},-;Out of memory: Killed process 7 (python) total-vm:1kB\n")
+    monkeypatch.setattr(processes, "KERNEL_LOG", str(log))
+    born = 1000 * os.sysconf("SC_CLK_TCK")
+    assert processes.kernel_killed_for_memory(7, born) is killed
+    assert not processes.kernel_killed_for_memory(8, born)
