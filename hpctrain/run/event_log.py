@@ -9,12 +9,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from hpctrain.errors import HpctrainError
 from hpctrain.run.events import Decoder, Event, decode, encode, resolve
 from hpctrain.run.folder import RunDir
 from hpctrain.run.progress import Progress
 from hpctrain.run.tail import Tail
 from hpctrain.system import safe_read
 from hpctrain.system.files import append_bytes
+from hpctrain.system.retry import files_patiently
 
 MOST_WAITING = 10_000
 """Maximum number of unwritten events kept in memory (some MiB); the oldest are dropped first."""
@@ -95,6 +97,13 @@ def stored_events_at_end(path: Path, most_bytes: int = 1 << 18) -> list[Event]:
 def read_events(run: RunDir) -> list[Event]:
     """Returns all events of a run by time, from both files, without torn lines and steps computed again later."""
     return resolve(event for path in (run.events, run.monitor_events) for event in stored_events(path))
+
+
+def events_if_readable(run: RunDir) -> list[Event]:
+    """Returns all events of a run, for estimates that nothing waits for; none if they cannot be read."""
+    with contextlib.suppress(HpctrainError, OSError):
+        return files_patiently(lambda: read_events(run))
+    return []
 
 
 class EventFollower:

@@ -34,10 +34,10 @@ from hpctrain.launch.engines.slurm import client, leave_out, profile
 from hpctrain.launch.engines.slurm.directives import ranks_per_node, require_whole_groups
 from hpctrain.launch.engines.slurm.render import job_script, portable_script, signal_seconds
 from hpctrain.launch.nested_launcher import refuse_launcher
+from hpctrain.run.event_log import events_if_readable
 from hpctrain.run.events import CheckpointSaved, Train
 from hpctrain.run.folder import RunDir
 from hpctrain.run.run_status import ALIVE, QueueEntry
-from hpctrain.run.run_view import RunView
 from hpctrain.system.output import say
 from hpctrain.system.quantities import ranges
 
@@ -170,7 +170,7 @@ def portable(config: Config) -> str:
 
 def signal_s(config: Config, run: RunDir) -> int:
     """Returns ``signal_seconds`` with the longest step and save that this run's earlier attempts measured."""
-    events = RunView(run.path).events()
+    events = events_if_readable(run)
     steps = [sum(event.seconds_per_step().values()) for event in events if isinstance(event, Train) and event.steps]
     saved = [event for event in events if isinstance(event, CheckpointSaved)]
     saves = [(event.stall_s or 0.0) + (event.write_s or 0.0) for event in saved]

@@ -13,11 +13,10 @@ from hpctrain.launch.engines.slurm import client
 from hpctrain.launch.engines.slurm.job import seconds
 from hpctrain.launch.engines.slurm.render import EARLY_S
 from hpctrain.run.attempts import Attempts
+from hpctrain.run.event_log import events_if_readable
 from hpctrain.run.events import RunStarted
 from hpctrain.run.folder import RunDir
-from hpctrain.run.run_view import RunView
 from hpctrain.system.quantities import duration
-from hpctrain.system.retry import files_patiently
 
 LOOK_S = 30.0
 """Seconds between two questions to Slurm, which itself checks time limits as often."""
@@ -83,6 +82,5 @@ class TimeLimit:
 def start_s(run: RunDir) -> float:
     """Returns the seconds that earlier attempts took at least from their start to that of training; 0 if unknown."""
     started = {attempt.number: attempt.started for attempt in Attempts(run).all() if attempt.started}
-    events = files_patiently(RunView(run.path).events)
-    begun = [event for event in events if isinstance(event, RunStarted)]
+    begun = [event for event in events_if_readable(run) if isinstance(event, RunStarted)]
     return min((event.time - started[event.attempt] for event in begun if event.attempt in started), default=0.0)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import math
 import time
 from signal import SIGTERM, SIGUSR1
 
 import pytest
 
+from hpctrain.config.sections import Config, LaunchConfig
 from hpctrain.errors import NoRequeue
 from hpctrain.launch.engines.slurm import client
+from hpctrain.launch.engines.slurm.submission import signal_s
 from hpctrain.launch.engines.slurm.time_limit import TimeLimit, start_s
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.event_log import EventWriter
 from hpctrain.run.events import RunStarted
 from hpctrain.run.folder import RunDir
+from tests.support.faults import FileServer
 
 
 def limit(whole_s: float, left_s: float, signal_s: float = 120.0, took_s: float = 0.0) -> TimeLimit:
@@ -88,7 +93,7 @@ def test_nothing_starts_again_just_before_the_limit():
     assert not limit(3600, 170, took_s=60).has_room()
 
 
-def test_the_start_takes_what_the_quickest_attempt_took(tmp_path):
+def test_the_start_takes_what_the_quickest_attempt_took(tmp_path, monkeypatch):
     run = RunDir(tmp_path)
     run.create()
     assert start_s(run) == 0.0
@@ -97,6 +102,9 @@ def test_the_start_takes_what_the_quickest_attempt_took(tmp_path):
         began = Attempts(run).all()[-1].started or 0.0
         EventWriter(run.events, print).append(RunStarted(step=0, attempt=number, time=began + took_s, ranks=1))
     assert start_s(run) == pytest.approx(20.0, abs=0.01)
+    monkeypatch.setattr("hpctrain.system.retry.FILE_PAUSES_S", (0.0,))
+    FileServer(errno.EIO, "events.jsonl", "open", times=math.inf).install(monkeypatch)
+    assert (start_s(run), signal_s(Config(name="r", launch=LaunchConfig(command=("true",))), run)) == (0.0, 300)
 
 
 def test_a_limit_that_was_lifted_stops_nobody(monkeypatch):
