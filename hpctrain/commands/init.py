@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import sys
 from pathlib import Path
 
 from hpctrain.errors import ExitCode, UserError, file_errors
 from hpctrain.system import foreign_text
+from hpctrain.system.python import version_of
 
 FRAMEWORKS = {"torch": "torch", "keras": "tensorflow"}
 """Prefixes of the files in ``starters``, which is a link to ``examples/starters``."""
@@ -45,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,80}", args.name):
         fix = "use letters, digits and underscores, beginning with a letter"
         raise UserError(f"{args.name!r} cannot be the name of a Python file", fix)
+    if args.name in (*sys.stdlib_module_names, *FRAMEWORKS, *FRAMEWORKS.values()) or version_of(args.name):
+        raise UserError(f"{args.name} is the name of a Python module, which the task would replace", "choose another")
     folder = Path(args.folder)
     starter = Path(__file__).parent / "starters" / f"{FRAMEWORKS[args.framework]}_{args.kind}.py"
     metric, mode = ("error", "min") if args.kind in ("table", "steps") else ("accuracy", "max")

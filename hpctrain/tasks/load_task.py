@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import linecache
+import os
 import sys
 import traceback
 import types
@@ -19,6 +20,10 @@ from hpctrain.comm.world import World
 from hpctrain.errors import UserError, kind_of
 from hpctrain.system.user_errors import no_such_field, own_line, words
 from hpctrain.tasks.definition import KerasTask, Task, TorchScheduler, TorchTask
+
+FRAMEWORKS = ("torch", "tensorflow", "keras")
+FROM_FILES: set[str] = set()
+"""Names of the modules that were made of task files."""
 
 
 def code_of(reference: str) -> str | None:
@@ -116,6 +121,11 @@ def _module_of_file(path: Path) -> Any:
         fix = "correct task: in the run file; paths start at the working directory"
         raise UserError(f"task file {path} does not exist", fix)
     name = path.stem
+    known = getattr(sys.modules.get(name), "__file__", None) or ""
+    is_other = name in sys.modules and name not in FROM_FILES and os.path.realpath(known) != os.path.realpath(path)
+    if is_other or name in FRAMEWORKS:
+        raise UserError(f"task file {path} has the name of a module that the run imports", "rename the file")
+    FROM_FILES.add(name)
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UserError(f"task file {path} cannot be imported", "give a Python file")

@@ -24,6 +24,11 @@ def test_files_that_are_there_stay_as_they_are(tmp_path, cli):
     assert "beginning with a letter" in cli("init", "../first", "--folder", tmp_path, code=64).err
 
 
+@pytest.mark.parametrize("name", ["torch", "random", "numpy"])
+def test_a_task_replaces_no_module(name, tmp_path, cli):
+    assert f"{name} is the name of a Python module" in cli("init", name, "--folder", tmp_path, code=64).err
+
+
 def test_the_next_commands_are_said(tmp_path, cli, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "\n  hpctrain run -n 2 first.yaml " in cli("init", "first").out

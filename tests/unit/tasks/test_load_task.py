@@ -65,3 +65,19 @@ def test_a_task_by_module_finds_files_beside_it_when_it_runs(tmp_path):
     words = [sys.executable, "-c", LOAD.replace("late.py:task", "late:task")]
     loaded = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert "task late:task returned NoneType" in loaded.stderr
+
+
+@pytest.mark.parametrize("name", ["torch", "numpy", "sys"])
+def test_a_task_file_replaces_no_module_that_the_run_imports(name, tmp_path):
+    (tmp_path / f"{name}.py").write_text("def task():\n    pass\n")
+    with pytest.raises(UserError, match=f"{name}.py has the name of a module that the run imports"):
+        load_task(f"{tmp_path / name}.py:task", {}, alone(), seed=lambda: None)
+
+
+def test_task_files_of_one_name_follow_each_other(tmp_path):
+    for folder in ("a", "b", "a"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "same_name.py").write_text(f"def task():\n    raise RuntimeError('{folder}')\n")
+        with pytest.raises(RuntimeError, match=folder):
+            load_task(f"{tmp_path / folder}/same_name.py:task", {}, alone(), seed=lambda: None)
+    sys.modules.pop("same_name", None)
