@@ -64,7 +64,8 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    os.environ.setdefault("HOME", os.path.expanduser("~"))  # systemd and env -i leave it out; mpirun needs it
+    home = os.path.expanduser("~")  # systemd and env -i leave HOME out; mpirun needs it
+    os.environ.setdefault("HOME", home if home != "~" else "/")  # as containers do for a user without a name
     try:
         require_process()
         return dispatch(words)

@@ -14,6 +14,14 @@ def test_a_home_that_is_not_set_is_looked_up(monkeypatch, capsys):
     assert os.path.isabs(os.environ["HOME"])
 
 
+def test_a_user_without_a_name_has_a_home(monkeypatch):
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    assert cli.main(["--version-of-nothing"]) == 64
+    assert os.environ["HOME"] == "/"
+
+
+
 def test_a_framework_that_is_not_installed_is_one_sentence(monkeypatch, capsys):
     """``ckpt export -o x.pt`` and ``plan`` ended with a traceback."""
 
