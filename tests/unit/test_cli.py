@@ -21,7 +21,6 @@ def test_a_user_without_a_name_has_a_home(monkeypatch):
     assert os.environ["HOME"] == "/"
 
 
-
 def test_a_framework_that_is_not_installed_is_one_sentence(monkeypatch, capsys):
     """``ckpt export -o x.pt`` and ``plan`` ended with a traceback."""
 
