@@ -31,7 +31,8 @@ _AT_THE_TOP = re.compile(r'(?m)^(import \S*|from \S*( import .*)?|\w.*importorsk
 _OF_LIBRARIES = ("PYTEST_", "TF2_", "KERAS_", "KMP_", "TF_", "TORCH", "MPLBACKEND", "COLUMNS", "LINES", "SOCKET_OF")
 """Prefixes of environment variables that pytest, the frameworks when imported, and tests/support/warm_ranks.py set."""
 SLURM = "tests/slurm/"
-FIRST = (SLURM, *(f"tests/dist/test_{name}.py" for name in ("engines", "readme", "sweep", "tutorial", "recipes")))
+LONG = "sweep engines readme gpu_proof killed_plans tensorflow_training recipes torch_fully_sharded tutorial ports"
+FIRST = (SLURM, *(f"tests/dist/test_{name}.py" for name in LONG.split()))
 """Files that take minutes begin first, or one of them would run alone in the end. Slurm's count as one."""
 
 

@@ -13,7 +13,8 @@ import pytest
 
 from benchmarks.gpu_proof.launch import run_row
 from benchmarks.gpu_proof.rows import ROWS
-from tests.support.mpi import PATIENCE_S
+from tests.support.mpi import PATIENCE_S, rank_environment
+from tests.support.warm_ranks import variables
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,7 +40,8 @@ JUDGE_TIMES = ["feed-pinned", "feed-prefetch", "monitor-clock"]
     ],
 )
 def test_each_kind_of_row_is_right_on_a_cpu(tmp_path: Path, tried: list[str]) -> None:
-    environment = {**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    warm = variables("torch", rank_environment({"PYTHONPATH": str(ROOT)}))
+    environment = {**os.environ, **warm, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
     command = [ROOT / "env/gpu-proof", *tried, "--minutes", "9", "--output", tmp_path]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -172,17 +172,18 @@ def test_a_run_while_it_runs_after_it_crashed_and_when_it_was_resumed(
 @pytest.mark.world_size(2)
 def test_a_run_with_a_slow_rank(tmp_path: Path, opened: Callable[[Path], Page]) -> None:
     path = misbehaving_run(
-        tmp_path, "slow", task_args={"at": 60}, train={"steps": 160}, monitor={"enabled": True, "window_steps": 8}
+        tmp_path, "slow", task_args={"at": 48}, train={"steps": 80}, monitor={"enabled": True, "window_steps": 8}
     )
     hpctrain("run", "-n", 2, path, env={"STEP_S": "0.02"}, warm="torch")
     run = tmp_path / "run"
     page = opened(run)
     check_loss(page, run)
     told = events(run, "straggler")
-    assert [(event["rank"], event["cause"], event["state"]) for event in told][:1] == [(1, "forward", "confirmed")]
+    of_rank = [(event["rank"], event["cause"], event["state"]) for event in told if event["kind"] == "rank"]
+    assert of_rank == [(1, "forward", "confirmed")], "at load, ranks may also differ from the start"
     keys = ("step", "rank", "host", "cause", "slowdown", "cost", "state", "sentence")
     assert page.table("Stragglers") == [[number(event[key], key) for key in keys] for event in told]
-    assert f"The run completed; {told[0]['sentence'].split(':')[0]}" in page.dom
+    assert any(f"The run completed; {event['sentence'].split(':')[0]}" in page.dom for event in told)
 
     with np.load(run / "monitor" / "heat.npz") as saved:
         excess = saved["excess"].astype(np.float64) * 100

@@ -75,7 +75,7 @@ class Misbehaviour(BaseHook):
             return loss
         time.sleep(self.step_s)
         if self.mode == "slow" and self.calls >= self.at:
-            time.sleep(self.step_s)
+            time.sleep(5 * self.step_s)  # more than other processes on the machine can cost
         if self.calls != self.at:
             return loss
         if self.mode == "raise":

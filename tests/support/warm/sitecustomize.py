@@ -1,12 +1,15 @@
-"""On PYTHONPATH, turns ``hpctrain train``, ``evaluate`` and ``predict`` into stand-ins (see ../warm_ranks.py)."""
+"""On PYTHONPATH, turns ``hpctrain train``, ``evaluate`` and ``predict``, and rows of gpu-proof, into stand-ins (see
+../warm_ranks.py)."""
 
 import os
 import sys
 
-COMMANDS = ("train", "evaluate", "predict")
+COMMANDS = ("hpctrain train", "hpctrain evaluate", "hpctrain predict")
+ROW = "benchmarks.gpu_proof.one_row"
 words = sys.orig_argv[2:] if sys.orig_argv[1:2] == ["-P"] else sys.orig_argv[1:]
 path = os.environ.get("WARM_RANKS", "").replace("%h", os.uname().nodename)
-if path and words[:2] == ["-m", "hpctrain"] and [*words, ""][2] in COMMANDS and os.path.exists(path):
+is_forked = words[:1] == ["-m"] and (" ".join(words[1:3]) in COMMANDS or words[1:2] == [ROW])
+if path and is_forked and os.path.exists(path):
     from hpctrain.launch.forks.stand_in import main
 
     del os.environ["WARM_RANKS"]  # a stand-in that gets no answer becomes the rank
