@@ -2,13 +2,10 @@
 
 import json
 
-import pytest
-
 from hpctrain.cli import main
 
 
-@pytest.mark.slow
-def test_random_samples_are_fast_and_their_reading_is_hidden(capsys: pytest.CaptureFixture[str]) -> None:
+def test_random_samples_are_fast_and_their_reading_is_hidden(capsys):
     assert main(["bench", "data", "--json", "--rounds", "3"]) == 0
     measured = json.loads(capsys.readouterr().out)
     rows = {row["reader"]: row for row in measured["rows"]}

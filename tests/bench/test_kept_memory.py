@@ -32,7 +32,7 @@ print(json.dumps({"steps_s": times[2:], "peak_mib": resource.getrusage(resource.
 """
 
 
-def test_steps_that_keep_their_memory_are_faster() -> None:
+def test_steps_that_keep_their_memory_are_faster():
     seconds: dict[str, list[float]] = {"as it is": [], "kept": []}
     peaks = {}
     for _ in range(ROUNDS):

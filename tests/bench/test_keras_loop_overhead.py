@@ -94,7 +94,7 @@ def more_than_by_hand(world: World, way: str, rounds: int = ROUNDS) -> tuple[flo
 
 
 @pytest.mark.parametrize(("ranks", "way"), [(1, "none"), (2, "mpi-flat"), (2, "mpi-node")])
-def test_a_step_costs_less_than_30_us_more_than_by_hand(ranks: int, way: str) -> None:
+def test_a_step_costs_less_than_30_us_more_than_by_hand(ranks, way):
     found = mpirun(ranks, "tests.bench.test_keras_loop_overhead", way).stdout
     print(found)
     hand_us, more_us = (float(word) for word in re.findall(r"(-?[\d.]+) us", found))

@@ -1,9 +1,6 @@
 """What is done with a trained model: evaluated over other data, exported with its forward pass."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import h5py
 import numpy as np
@@ -30,7 +27,7 @@ def task():
 """
 
 
-def test_a_trained_model_is_evaluated_over_given_data_and_exported(tmp_path: Path) -> None:
+def test_a_trained_model_is_evaluated_over_given_data_and_exported(tmp_path):
     (tmp_path / "task.py").write_text(TASK)
     run = write_run(tmp_path, task="task.py:task", train={"steps": 8, "global_batch": 16})
     hpctrain("run", run, cwd=tmp_path, warm="torch")
@@ -39,7 +36,7 @@ def test_a_trained_model_is_evaluated_over_given_data_and_exported(tmp_path: Pat
         with h5py.File(tmp_path / name, "w") as file:
             file.update(arrays)
 
-    def evaluated(*words: object) -> object:
+    def evaluated(*words):
         return json.loads(hpctrain("evaluate", run, "--json", *words, cwd=tmp_path, warm="torch").stdout)["metrics"]
 
     assert evaluated("--data", "same.h5") == evaluated()

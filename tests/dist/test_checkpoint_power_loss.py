@@ -1,7 +1,5 @@
 """Order of system calls, and power losses, when several ranks write one checkpoint."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
@@ -16,8 +14,7 @@ SEED = int.from_bytes(os.urandom(4), "little")
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.slow
-def test_two_ranks_write_in_the_safe_order_and_a_power_loss_costs_nothing_announced(tmp_path: Path) -> None:
+def test_two_ranks_write_in_the_safe_order_and_a_power_loss_costs_nothing_announced(tmp_path):
     launcher = find_mpirun()
     assert launcher
     options = ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"] if is_open_mpi(launcher) else []

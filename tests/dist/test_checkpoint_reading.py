@@ -27,7 +27,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], dict[str, An
 
 
 @pytest.mark.parametrize(("plan", "edges"), [("tensor-again", 0), ("pipeline", 0), ("parameters", 2), ("tensor", 0)])
-def test_a_resume_reads_what_a_rank_holds(found: Callable[[], dict[str, Any]], plan: str, edges: int) -> None:
+def test_a_resume_reads_what_a_rank_holds(found, plan, edges):
     """Each plan resumes from the previous one's checkpoint, joining columns or cutting rows into columns.
 
     If a rank's rows end inside a written block, it reads the rest of the block as well.
@@ -39,17 +39,17 @@ def test_a_resume_reads_what_a_rank_holds(found: Callable[[], dict[str, Any]], p
 @pytest.mark.parametrize(
     "run", ["pipeline-from-whole", "parameters-from-whole.safetensors", "tensor-from-whole.safetensors"]
 )
-def test_initial_weights_are_read_as_far_as_a_rank_holds_them(found: Callable[[], dict[str, Any]], run: str) -> None:
+def test_initial_weights_are_read_as_far_as_a_rank_holds_them(found, run):
     for read, weights, _, _ in found()[run]:
         assert weights <= read < 1.1 * weights
 
 
-def test_one_rank_reads_the_manifest_for_all(found: Callable[[], dict[str, Any]]) -> None:
+def test_one_rank_reads_the_manifest_for_all(found):
     for name, ranks in found().items():
         if name not in ("damaged", "whole"):
             assert [manifests > 0 for *_, manifests in ranks] == ["safetensors" not in name, False], name
 
 
-def test_damage_that_one_rank_meets_moves_all_to_the_checkpoint_before(found: Callable[[], dict[str, Any]]) -> None:
+def test_damage_that_one_rank_meets_moves_all_to_the_checkpoint_before(found):
     """Otherwise ranks would start with parts of different checkpoints."""
     assert found()["damaged"] == ["1", "1"]

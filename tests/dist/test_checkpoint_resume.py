@@ -85,9 +85,7 @@ CASES = [
 
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize(("framework", "ranks", "options"), CASES)
-def test_killed_and_resumed_ends_bit_for_bit_the_same(
-    runs: Runs, framework: str, ranks: int, options: dict[str, Any]
-) -> None:
+def test_killed_and_resumed_ends_bit_for_bit_the_same(runs, framework, ranks, options):
     options = {"task": f"{TASK[framework]}:task", **options}
     runs.attempt("straight", ranks, **options)
     killed = runs.attempt("broken", ranks, check=False, kill_after=14, kill_rank=ranks - 1, **options)
@@ -105,7 +103,7 @@ def test_killed_and_resumed_ends_bit_for_bit_the_same(
 
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("framework", [pytest.param("torch", marks=TOUR), "tensorflow"])
-def test_other_numbers_of_ranks_see_the_same_samples(runs: Runs, framework: str) -> None:
+def test_other_numbers_of_ranks_see_the_same_samples(runs, framework):
     options = {"task": f"{TASK[framework]}:plain"}
     runs.attempt("straight", 4, **options)
     expected = runs.samples("straight", 4)
@@ -126,7 +124,7 @@ def test_other_numbers_of_ranks_see_the_same_samples(runs: Runs, framework: str)
 
 
 @pytest.mark.world_size(2)
-def test_state_outside_of_the_model_goes_along_to_another_number_of_ranks(runs: Runs) -> None:
+def test_state_outside_of_the_model_goes_along_to_another_number_of_ranks(runs):
     options = {"task": f"{TASK['torch']}:holding"}
     saved = []
     for ranks, last in ((2, 5), (1, 8)):
@@ -139,7 +137,7 @@ def test_state_outside_of_the_model_goes_along_to_another_number_of_ranks(runs: 
 
 
 @pytest.mark.world_size(2)
-def test_state_that_each_rank_has_of_its_own_and_does_not_say_so_is_told_after_a_step(runs: Runs) -> None:
+def test_state_that_each_rank_has_of_its_own_and_does_not_say_so_is_told_after_a_step(runs):
     told = runs.attempt("run", 2, check=False, task=f"{TASK['torch']}:unwrapped")
     assert "state 'lanes' of the task differs between ranks 0 and 1 after 1 steps" in told.output
     assert "PerRank" in told.output and not runs.events("run", "checkpoint_saved")
@@ -147,9 +145,7 @@ def test_state_that_each_rank_has_of_its_own_and_does_not_say_so_is_told_after_a
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
-def test_random_numbers_are_not_those_of_the_first_steps_again_at_another_number_of_ranks(
-    runs: Runs, framework: str
-) -> None:
+def test_random_numbers_are_not_those_of_the_first_steps_again_at_another_number_of_ranks(runs, framework):
     options = {"task": f"{TASK[framework]}:drawing"}
     for ranks, last in ((2, 4), (1, 8)):
         runs.attempt("run", ranks, stop_after=last, **options)
@@ -159,7 +155,7 @@ def test_random_numbers_are_not_those_of_the_first_steps_again_at_another_number
 
 
 @pytest.mark.world_size(2)
-def test_a_damaged_checkpoint_is_named_put_aside_and_does_not_change_the_end(runs: Runs) -> None:
+def test_a_damaged_checkpoint_is_named_put_aside_and_does_not_change_the_end(runs):
     options = {"task": f"{TASK['torch']}:task"}
     runs.attempt("straight", 2, **options)
     runs.attempt("broken", 2, stop_after=14, **options)
@@ -180,7 +176,7 @@ def test_a_damaged_checkpoint_is_named_put_aside_and_does_not_change_the_end(run
 
 
 @pytest.mark.world_size(2)
-def test_a_changed_run_is_refused_once_and_fresh_begins_anew(runs: Runs) -> None:
+def test_a_changed_run_is_refused_once_and_fresh_begins_anew(runs):
     options = {"task": f"{TASK['torch']}:plain"}
     runs.attempt("run", 2, stop_after=5, **options)
     refused = runs.attempt("run", 2, check=False, batch=16, **options)
@@ -194,7 +190,7 @@ def test_a_changed_run_is_refused_once_and_fresh_begins_anew(runs: Runs) -> None
 
 
 @pytest.mark.world_size(2)
-def test_state_that_should_be_equal_and_is_not_is_told(runs: Runs) -> None:
+def test_state_that_should_be_equal_and_is_not_is_told(runs):
     options = {"task": f"{TASK['torch']}:plain", "save": {"verify_replicated": True}}
     runs.attempt("good", 2, **options)
     bad = runs.attempt("bad", 2, check=False, **(options | {"task": f"{TASK['torch']}:unequal"}))

@@ -25,7 +25,7 @@ Run = Callable[..., Any]
 
 
 @pytest.mark.world_size(4)
-def test_any_number_of_ranks_reads_what_three_wrote(mpirun: Run, tmp_path: Path) -> None:
+def test_any_number_of_ranks_reads_what_three_wrote(mpirun, tmp_path):
     folder = tmp_path / "checkpoints"
     mpirun(3, PROGRAM, "save", folder, "all")
     assert len(list((folder / "step-000000002").iterdir())) == 4
@@ -49,7 +49,7 @@ def test_any_number_of_ranks_reads_what_three_wrote(mpirun: Run, tmp_path: Path)
 
 @pytest.mark.world_size(3)
 @pytest.mark.parametrize("where", ["manifest.json", "shard-00001-of-00003.h5", "step-000000002"])
-def test_what_one_rank_cannot_read_another_one_reads(mpirun: Run, tmp_path: Path, where: str) -> None:
+def test_what_one_rank_cannot_read_another_one_reads(mpirun, tmp_path, where):
     folder = tmp_path / "checkpoints"
     mpirun(3, PROGRAM, "save", folder, "all")
     for rank in range(3):
@@ -63,7 +63,7 @@ def test_what_one_rank_cannot_read_another_one_reads(mpirun: Run, tmp_path: Path
 
 
 @pytest.mark.world_size(4)
-def test_whoever_holds_a_part_writes_it_and_any_other_part_is_read(mpirun: Run, tmp_path: Path) -> None:
+def test_whoever_holds_a_part_writes_it_and_any_other_part_is_read(mpirun, tmp_path):
     """Two parts on four ranks, cut along a different axis for each tensor; read in three parts, and whole."""
     assert "saved True" in mpirun(4, PROGRAM, "save-cut", tmp_path, 2).stdout
     for ranks in (3, 1):
@@ -118,9 +118,7 @@ def the_docs_read_the_same(folder: Path) -> None:
 
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize(("mode", "writers"), [("one", [0]), ("node", [0]), ("two-nodes", [0, 2])])
-def test_one_rank_or_one_of_a_node_writes_what_all_share(
-    mpirun: Run, tmp_path: Path, mode: str, writers: list[int]
-) -> None:
+def test_one_rank_or_one_of_a_node_writes_what_all_share(mpirun, tmp_path, mode, writers):
     """Four ranks of this host share a writer, or each writes its own part. Any number of ranks can read the result."""
     mpirun(4, PROGRAM, "save", tmp_path, mode)
     sizes = [shard.stat().st_size for shard in sorted((tmp_path / "step-000000002").glob("*.h5"))]
@@ -131,21 +129,21 @@ def test_one_rank_or_one_of_a_node_writes_what_all_share(
 
 
 @pytest.mark.world_size(3)
-def test_a_file_size_limit_on_one_rank_abandons_the_checkpoint_on_all(mpirun: Run, tmp_path: Path) -> None:
+def test_a_file_size_limit_on_one_rank_abandons_the_checkpoint_on_all(mpirun, tmp_path):
     result = mpirun(3, PROGRAM, "limited", tmp_path / "checkpoints")
     assert "survived: rank 1: [Errno 27] File too large" in result.stdout
     assert CheckpointStore(tmp_path / "checkpoints").steps() == [1, 3]
 
 
 @pytest.mark.world_size(2)
-def test_one_that_is_given_up_makes_way_for_the_one_that_waits(mpirun: Run, tmp_path: Path) -> None:
+def test_one_that_is_given_up_makes_way_for_the_one_that_waits(mpirun, tmp_path):
     result = mpirun(2, PROGRAM, "dropped", tmp_path / "checkpoints")
     assert "dropped ['step-000000003']" in result.stdout
 
 
 @pytest.mark.tour
 @pytest.mark.world_size(2)
-def test_a_full_disk(tmp_path: Path) -> None:
+def test_a_full_disk(tmp_path):
     """The disk is a tmpfs of 16 MB in a separate mount namespace."""
     launcher = find_mpirun()
     assert launcher

@@ -1,7 +1,5 @@
 """Tests of World, Group and sums over ranks, on real ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -14,14 +12,14 @@ PROGRAMS = Path(__file__).parent / "programs"
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.world_size(n)) for n in (1, 2, 3, 4, 6)])
-def test_sums_and_collectives_are_right(ranks: int) -> None:
+def test_sums_and_collectives_are_right(ranks):
     result = mpirun(ranks, PROGRAMS / "comm_sums.py", warm="torch")
     said = sorted(line for line in result.stdout.splitlines() if line.endswith("right"))
     assert said == [f"rank {rank} of {ranks}: right" for rank in range(ranks)]
 
 
 @pytest.mark.world_size(2)
-def test_singletons_are_noticed_before_anything_is_done() -> None:
+def test_singletons_are_noticed_before_anything_is_done():
     result = mpirun(2, PROGRAMS / "comm_sums.py", env={EXPECTED_RANKS: "4"}, check=False)
     assert result.returncode != 0
     assert "the launcher started 4 ranks but MPI sees 2" in result.output
@@ -29,7 +27,7 @@ def test_singletons_are_noticed_before_anything_is_done() -> None:
 
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.tour), 4])
-def test_a_loop_of_ones_own_in_under_40_lines(ranks: int) -> None:
+def test_a_loop_of_ones_own_in_under_40_lines(ranks):
     program = ROOT / "examples" / "own_loop_torch.py"
     assert len([line for line in program.read_text().splitlines() if line.strip()]) < 40
     result = mpirun(ranks, program, warm="torch")
@@ -38,7 +36,7 @@ def test_a_loop_of_ones_own_in_under_40_lines(ranks: int) -> None:
 
 
 @pytest.mark.world_size(2)
-def test_horovods_thread_gives_way_to_computing_and_no_other_does(tmp_path: Path) -> None:
+def test_horovods_thread_gives_way_to_computing_and_no_other_does(tmp_path):
     program = tmp_path / "priorities.py"
     program.write_text(
         "import os\n"
@@ -58,7 +56,7 @@ def test_horovods_thread_gives_way_to_computing_and_no_other_does(tmp_path: Path
 
 
 @pytest.mark.world_size(2)
-def test_reducers_of_one_program_share_horovod(tmp_path: Path) -> None:
+def test_reducers_of_one_program_share_horovod(tmp_path):
     program = tmp_path / "two.py"
     program.write_text(
         "import torch\n"
@@ -90,7 +88,7 @@ def test_reducers_of_one_program_share_horovod(tmp_path: Path) -> None:
 
 
 @pytest.mark.world_size(2)
-def test_tensors_travel_by_groups_of_torch(tmp_path: Path) -> None:
+def test_tensors_travel_by_groups_of_torch(tmp_path):
     program = tmp_path / "group.py"
     program.write_text(
         "import torch\n"
@@ -113,7 +111,7 @@ def test_tensors_travel_by_groups_of_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.world_size(2)
-def test_horovod_sums_large_gradients_where_they_are(tmp_path: Path) -> None:
+def test_horovod_sums_large_gradients_where_they_are(tmp_path):
     program = tmp_path / "apart.py"
     program.write_text(
         "import torch\n"

@@ -34,7 +34,7 @@ def assert_nothing_ran(trap: Path, said: Result) -> None:
 
 
 @pytest.mark.parametrize("start", [[PROGRAM], HPCTRAIN], ids=["program", "module"])
-def test_commands(trap: Path, start: list[str]) -> None:
+def test_commands(trap, start):
     """The doctor is tried below: as a module with a task, and by the program on two ranks."""
     for words in (["install-horovod", "--json"], ["status", "."]):
         assert_nothing_ran(trap, run(trap, *start, *words))
@@ -42,7 +42,7 @@ def test_commands(trap: Path, start: list[str]) -> None:
 
 @pytest.mark.tour
 @pytest.mark.world_size(2)
-def test_the_doctor_measures_the_connection_between_ranks(trap: Path) -> None:
+def test_the_doctor_measures_the_connection_between_ranks(trap):
     said = run(trap, PROGRAM, "run", "-n", "2", "--doctor", "--json")
     assert_nothing_ran(trap, said)
     found = {finding["topic"]: finding["value"] for finding in json.loads(said.stdout)["findings"]}
@@ -71,7 +71,7 @@ def task():
 
 
 @pytest.mark.world_size(2)
-def test_a_run_with_workers_monitor_and_a_task_from_elsewhere(trap: Path, tmp_path: Path) -> None:
+def test_a_run_with_workers_monitor_and_a_task_from_elsewhere(trap, tmp_path):
     (tmp_path / "task.py").write_text(TASK)
     config = {
         "name": "r",
@@ -89,7 +89,7 @@ def test_a_run_with_workers_monitor_and_a_task_from_elsewhere(trap: Path, tmp_pa
 
 
 @pytest.mark.parametrize("place", ["beside the task", "in the current folder"])
-def test_ours_is_imported_before_the_tasks_folder_is_looked_into(trap: Path, tmp_path: Path, place: str) -> None:
+def test_ours_is_imported_before_the_tasks_folder_is_looked_into(trap, tmp_path, place):
     """A task's folder comes first on the path once the task is loaded, as for a script; before, none of it runs."""
     (trap / "first.py").write_text(f"import os\nopen({str(trap / 'loaded')!r}, 'w').close()\nos._exit(7)\n")
     task = f"{trap}/first.py:task" if place == "beside the task" else "first:task"
@@ -100,7 +100,7 @@ def test_ours_is_imported_before_the_tasks_folder_is_looked_into(trap: Path, tmp
     assert_nothing_ran(trap, said)
 
 
-def test_trying_a_task_runs_the_task_alone(trap: Path, tmp_path: Path) -> None:
+def test_trying_a_task_runs_the_task_alone(trap, tmp_path):
     (trap / "package").mkdir()
     (trap / "package" / "__init__.py").write_text(f"open({str(trap / 'loaded')!r}, 'w').close()\n")
     (trap / "package" / "tasks.py").touch()
@@ -126,7 +126,7 @@ print(os.environ["PYTHONPATH"], folder in sys.path)
 """
 
 
-def test_an_empty_entry_of_the_search_path_is_not_the_current_folder(trap: Path) -> None:
+def test_an_empty_entry_of_the_search_path_is_not_the_current_folder(trap):
     said = run(trap, sys.executable, "-P", "-c", EMPTY_ENTRY)
     assert said.stdout.split() == ["/somewhere", "False"], said.output
     assert_nothing_ran(trap, said)

@@ -17,8 +17,6 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests/dist/programs/data_kinds.py"
 KINDS = ["weighted", "grouped", "endless", "lines", "arrays"]
 
-pytestmark = pytest.mark.slow
-
 
 def train(ranks: int, *parts: str, cwd: Path, kinds: Sequence[str] = KINDS, **environment: str) -> None:
     """Launch runs, each given as FOLDER:STEPS, that resume what is there or are killed."""
@@ -69,7 +67,7 @@ def weights(folder: Path, attempt: int) -> list[str]:
 
 @pytest.mark.tour
 @pytest.mark.world_size(2)
-def test_twenty_and_twenty_steps_are_forty_on_two_ranks_and_on_one(tmp_path: Path) -> None:
+def test_twenty_and_twenty_steps_are_forty_on_two_ranks_and_on_one(tmp_path):
     for name in ("whole", "parts", "changed"):
         (tmp_path / name).mkdir()
     train(1, "changed:20", cwd=tmp_path)
@@ -84,7 +82,7 @@ def test_twenty_and_twenty_steps_are_forty_on_two_ranks_and_on_one(tmp_path: Pat
 
 
 @pytest.mark.world_size(4)
-def test_data_in_a_store_through_a_kill_and_a_change_of_ranks(tmp_path: Path, store: ObjectStore) -> None:
+def test_data_in_a_store_through_a_kill_and_a_change_of_ranks(tmp_path, store):
     kind, folder = "table", tmp_path / "run"
     folder.mkdir()
     train(1, "run:24", cwd=tmp_path, kinds=["arrays"])

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("shuffle", ["full", "block"])
-def test_samples_and_their_transforms_do_not_depend_on_ranks_or_workers(tmp_path: Path, shuffle: str) -> None:
+def test_samples_and_their_transforms_do_not_depend_on_ranks_or_workers(tmp_path, shuffle):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["id"] = np.arange(203)
         file.create_dataset("x", data=np.random.default_rng(0).normal(size=203), chunks=(16,), compression="gzip")

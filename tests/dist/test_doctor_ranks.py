@@ -1,7 +1,5 @@
 """The doctor on two real MPI ranks; test_current_folder.py has what it says of a sound MPI."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.command import hpctrain

@@ -53,7 +53,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]:
 
 
 @pytest.mark.tour
-def test_two_ranks_train_as_one_job(ended: Callable[[str], Ended]) -> None:
+def test_two_ranks_train_as_one_job(ended):
     run, said = ended("")
     assert (said.returncode, said.stderr) == (0, "")
     assert "2 ranks on " in said.stdout
@@ -72,7 +72,7 @@ def test_two_ranks_train_as_one_job(ended: Callable[[str], Ended]) -> None:
     assert_explained(run, "completed")
 
 
-def test_the_run_folder_says_what_ran(ended: Callable[[str], Ended]) -> None:
+def test_the_run_folder_says_what_ran(ended):
     run_dir = RunDir(ended("").run)
     info = Attempts(run_dir).info()
     (attempt,) = info["attempts"]
@@ -99,9 +99,9 @@ def test_the_run_folder_says_what_ran(ended: Callable[[str], Ended]) -> None:
     ],
 )  # fmt: skip
 def test_a_rank_that_fails_takes_the_others_down_and_is_named(
-    ended: Callable[[str], Ended], mode: str, code: int, parts: list[str], left: list[str], cause: str,
-    explained: list[str],
-) -> None:  # fmt: skip
+    ended, mode, code, parts, left, cause,
+    explained,
+) :  # fmt: skip
     run, said = ended(mode)
     if parts:
         refused(said, code, "rank 1", *parts)
@@ -114,7 +114,7 @@ def test_a_rank_that_fails_takes_the_others_down_and_is_named(
     assert_explained(run, cause, "rank 1", *explained)
 
 
-def test_what_is_not_known_is_said_to_be_unknown(ended: Callable[[str], Ended], tmp_path: Path) -> None:
+def test_what_is_not_known_is_said_to_be_unknown(ended, tmp_path):
     run = shutil.copytree(ended("kill").run, tmp_path / "run")
     shutil.rmtree(run / "ranks")
     (run / "run.json").unlink()

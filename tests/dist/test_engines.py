@@ -236,9 +236,7 @@ def own_losses(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("place", OF_ENGINES, indirect=True)
-def test_programs_of_others_give_the_numbers_of_their_own_launchers_on_two_hosts(
-    place: Place, request: pytest.FixtureRequest, tmp_path: Path, own_losses: Callable[[str], list[str]]
-) -> None:
+def test_programs_of_others_give_the_numbers_of_their_own_launchers_on_two_hosts(place, request, tmp_path, own_losses):
     for name in OF_ENGINES[request.node.callspec.params["place"]]:
         program, run = foreign.KINDS[name], tmp_path / name
         command = [sys.executable, *program.words(nodes=2)]
@@ -263,9 +261,7 @@ while not again:
 
 
 @pytest.mark.parametrize("place", ["gridengine"], indirect=True)
-def test_a_job_of_grid_engine_that_is_told_of_its_end_saves_and_runs_again(
-    place: Place, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_a_job_of_grid_engine_that_is_told_of_its_end_saves_and_runs_again(place, request, tmp_path):
     (tmp_path / "program.py").write_text(NOTIFIED)
     run, command = tmp_path / "run", [sys.executable, str(tmp_path / "program.py"), str(tmp_path)]
     launch = {**launch_of(place, request, 0), **place.for_two, "command": command}
@@ -289,19 +285,17 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 
 @pytest.mark.timeout(600)
-def test_a_killed_rank_a_lost_host_and_a_stop_leave_the_weights_of_a_local_run(
-    place: Place, request: pytest.FixtureRequest, tmp_path: Path, two_ranks: set[str]
-) -> None:
+def test_a_killed_rank_a_lost_host_and_a_stop_leave_the_weights_of_a_local_run(place, request, tmp_path, two_ranks):
     gate, folder = tmp_path / "gate", tmp_path / "there"
     gate.mkdir()
     run = folder / "run"
     file = run_file(folder, {"env": place.ranks, **launch_of(place, request, 1)}, str(gate))
 
-    def said(child: subprocess.Popen[str]) -> str:
+    def said(child):
         logs = [path.read_text() for path in run.glob("logs/*")]
         return "\n".join([child.communicate(timeout=LAUNCH_S)[0], *logs])
 
-    def wait_for_attempt(number: int, child: subprocess.Popen[str]) -> None:
+    def wait_for_attempt(number, child):
         waits = gate / f"waiting-{number}"
         wait_for(waits.name, lambda: child.poll() is not None or waits.exists(), LAUNCH_S)
         assert child.poll() is None, said(child)
@@ -337,9 +331,7 @@ def test_a_killed_rank_a_lost_host_and_a_stop_leave_the_weights_of_a_local_run(
 
 
 @pytest.mark.timeout(600)
-def test_three_nodes_end_with_a_killed_supervisor_and_six_ranks_resume_on_new_ones_like_six_on_one(
-    network: netns.Network, tmp_path: Path
-) -> None:
+def test_three_nodes_end_with_a_killed_supervisor_and_six_ranks_resume_on_new_ones_like_six_on_one(network, tmp_path):
     """With ``overlap``, sums are bitwise identical on any number of nodes."""
     gate, folder, reduce = tmp_path / "gate", tmp_path / "there", {"kind": "mpi", "overlap": "on"}
     gate.mkdir()
@@ -349,7 +341,7 @@ def test_three_nodes_end_with_a_killed_supervisor_and_six_ranks_resume_on_new_on
     file = run_file(folder, launch, str(gate), reduce=reduce)
     own = environment(netns.INTERFACES)
 
-    def started(stack: ExitStack, host: int, *words: object) -> subprocess.Popen[str]:
+    def started(stack, host, *words):
         command = network.on(host, "exec", sys.executable, "-m", "hpctrain", *words)
         return stack.enter_context(process(command, own))
 

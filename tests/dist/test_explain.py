@@ -17,14 +17,14 @@ pytestmark = pytest.mark.world_size(2)
 
 
 @pytest.mark.tour
-def test_a_rank_that_hangs(tmp_path: Path) -> None:
+def test_a_rank_that_hangs(tmp_path):
     monitor = {"enabled": True, "hang_s": 8, "on_hang": "abort"}
     path = misbehaving_run(tmp_path, "sleep", monitor=monitor, reduce={"kind": "nccl"})
     hpctrain("run", "-n", 2, path, code=70, warm="torch")
     assert_explained(tmp_path / "run", "hang", "rank 1 did not join all_reduce", "in which rank 0 waits")
 
 
-def test_checkpoints_that_are_all_damaged(tmp_path: Path) -> None:
+def test_checkpoints_that_are_all_damaged(tmp_path):
     path = misbehaving_run(tmp_path)
     hpctrain("run", "-n", 2, path, warm="torch")
     for shard in (tmp_path / "run" / "checkpoints").glob("step-*/*.h5"):
@@ -51,7 +51,7 @@ os.open = no_shards
 """
 
 
-def test_checkpoints_that_the_file_system_does_not_give(tmp_path: Path) -> None:
+def test_checkpoints_that_the_file_system_does_not_give(tmp_path):
     path = misbehaving_run(tmp_path)
     hpctrain("run", "-n", 2, path, warm="torch")
     checkpoints = sorted((tmp_path / "run" / "checkpoints").iterdir())
@@ -80,7 +80,7 @@ def memory_limit(limit_bytes: int) -> Iterator[Path]:
         group.rmdir()
 
 
-def test_a_rank_that_the_kernel_ends_for_its_memory(tmp_path: Path) -> None:
+def test_a_rank_that_the_kernel_ends_for_its_memory(tmp_path):
     hungry = tmp_path / "hungry.py"
     hungry.write_text(
         "import numpy as np, torch, hpctrain\n"

@@ -6,7 +6,6 @@ import dataclasses
 import os
 import signal
 import subprocess
-from pathlib import Path
 
 import psutil
 import pytest
@@ -73,7 +72,7 @@ def committed(run: RunDir) -> list[str]:
     return sorted(path.parent.name for path in run.checkpoints.glob("step-*/manifest.json"))
 
 
-def test_a_single_process(tmp_path: Path) -> None:
+def test_a_single_process(tmp_path):
     path, run = misbehaving_run(tmp_path, reduce={"kind": "none"}, **LONG), RunDir(tmp_path / "run")
     with started("train", path, env=SLOWLY) as child:
         wait_for("checkpoint", lambda: committed(run))
@@ -90,7 +89,7 @@ def test_a_single_process(tmp_path: Path) -> None:
 
 @pytest.mark.tour
 @pytest.mark.world_size(2)
-def test_all_processes_of_a_supervised_run(tmp_path: Path) -> None:
+def test_all_processes_of_a_supervised_run(tmp_path):
     path, run = misbehaving_run(tmp_path, **LONG), RunDir(tmp_path / "run")
     with started("run", "-n", 2, path, env=SLOWLY) as child:
         wait_for("checkpoint", lambda: committed(run))
@@ -104,7 +103,7 @@ def test_all_processes_of_a_supervised_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.world_size(2)
-def test_ranks_whose_supervisor_sleeps_on(tmp_path: Path) -> None:
+def test_ranks_whose_supervisor_sleeps_on(tmp_path):
     path, run = misbehaving_run(tmp_path, **LONG), RunDir(tmp_path / "run")
     with started("run", "-n", 2, path, env=SLOWLY) as child:
         wait_for("checkpoint", lambda: committed(run))

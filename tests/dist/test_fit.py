@@ -17,8 +17,6 @@ from tests.support.mpi import Result, mpirun, python, run_in_group
 PROGRAM = PROJECT / "tests/dist/programs/fit_program.py"
 TASK = f"{PROJECT}/tests/tasks/torch_slow_task.py:task"
 
-pytestmark = pytest.mark.slow
-
 
 def run_file(folder: Path, **sections: Any) -> Path:
     """Write a run file with six steps and validation."""
@@ -46,7 +44,7 @@ def told(result: Result) -> list[dict[str, Any]]:
 
 
 @pytest.mark.tour
-def test_it_leaves_what_the_command_leaves(tmp_path: Path) -> None:
+def test_it_leaves_what_the_command_leaves(tmp_path):
     path = run_file(tmp_path)
     (summary,) = told(alone("plain", path))
     command = tmp_path / "command"
@@ -62,7 +60,7 @@ def test_it_leaves_what_the_command_leaves(tmp_path: Path) -> None:
     assert told(alone("plain", path))[0]["seconds"] < 1, "a complete run is left alone"
 
 
-def test_hooks_and_sinks_of_the_program(tmp_path: Path) -> None:
+def test_hooks_and_sinks_of_the_program(tmp_path):
     first, second = told(alone("in_parts", run_file(tmp_path)))
     assert (first["reason"], first["step"]) == ("stop_requested", 3)
     assert (second["reason"], second["step"]) == ("completed", 6)
@@ -70,7 +68,7 @@ def test_hooks_and_sinks_of_the_program(tmp_path: Path) -> None:
     assert second["events"][0] == "run_started" and second["events"][-2:] == ["run_finished", "closed"]
 
 
-def test_an_error_is_raised_and_not_shown_besides(tmp_path: Path) -> None:
+def test_an_error_is_raised_and_not_shown_besides(tmp_path):
     path = run_file(tmp_path, task=f"{PROJECT}/tests/tasks/torch_slow_task.py:no_such_function")
     done = alone("caught", path)
     assert done.returncode == 0 and "caught UserError task" in done.stdout, done.output
@@ -82,7 +80,7 @@ def test_an_error_is_raised_and_not_shown_besides(tmp_path: Path) -> None:
 
 
 @pytest.mark.world_size(2)
-def test_two_runs_in_one_program_on_two_ranks(tmp_path: Path) -> None:
+def test_two_runs_in_one_program_on_two_ranks(tmp_path):
     done = mpirun(2, PROGRAM, "twice", run_file(tmp_path), cwd=tmp_path, warm="torch")
     assert [summary["reason"] for summary in told(done)] == ["completed", "completed"]
     for name in ("first", "second"):
@@ -91,7 +89,7 @@ def test_two_runs_in_one_program_on_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.world_size(2)
-def test_hooks_whose_state_differs_between_ranks(tmp_path: Path) -> None:
+def test_hooks_whose_state_differs_between_ranks(tmp_path):
     path = run_file(tmp_path, checkpoint={"verify_replicated": True})
     done = mpirun(2, PROGRAM, "differing", path, cwd=tmp_path, check=False, warm="torch")
     assert done.returncode != 0
@@ -100,7 +98,7 @@ def test_hooks_whose_state_differs_between_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.world_size(2)
-def test_an_error_of_all_ranks_is_shown_once(tmp_path: Path) -> None:
+def test_an_error_of_all_ranks_is_shown_once(tmp_path):
     path = run_file(tmp_path, task=f"{PROJECT}/tests/tasks/torch_slow_task.py:no_such_function")
     done = mpirun(2, PROGRAM, "plain", path, cwd=tmp_path, check=False, warm="torch")
     assert done.returncode != 0

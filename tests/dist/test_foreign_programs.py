@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -26,7 +25,7 @@ def weights(text: str) -> float:
 
 @pytest.mark.timeout(foreign.LIMIT_S * 2)
 @pytest.mark.parametrize("name", foreign.COMPARED)
-def test_a_program_gives_the_numbers_of_its_own_launcher(name: str, tmp_path: Path) -> None:
+def test_a_program_gives_the_numbers_of_its_own_launcher(name, tmp_path):
     program = foreign.KINDS[name]
     own = program.under_its_own_launcher(tmp_path)
     words = ("--launch.convention", program.convention, "--", sys.executable, *program.words())
@@ -36,7 +35,7 @@ def test_a_program_gives_the_numbers_of_its_own_launcher(name: str, tmp_path: Pa
     assert endings(tmp_path / "runs" / name) == ["completed", "completed"]
 
 
-def test_a_script_for_tensorflow_finds_its_workers(tmp_path: Path) -> None:
+def test_a_script_for_tensorflow_finds_its_workers(tmp_path):
     script = foreign.PROGRAMS / "foreign_multiworker.py"
     words = ("--launch.convention", "tensorflow", "--", sys.executable, script)
     said = hpctrain("run", "-n", 2, "--name", "workers", *words, cwd=tmp_path)
@@ -47,7 +46,7 @@ def test_a_script_for_tensorflow_finds_its_workers(tmp_path: Path) -> None:
 
 if foreign.ALL:  # it needs env/foreign.txt
 
-    def test_a_trainer_that_keeps_its_best_checkpoint_only_keeps_that_of_a_stop(tmp_path: Path) -> None:
+    def test_a_trainer_that_keeps_its_best_checkpoint_only_keeps_that_of_a_stop(tmp_path):
         """The Trainer deleted it at its end, and the next attempt began at the best one."""
         words = ("run", "--name", "best", "--", sys.executable, foreign.PROGRAMS / "foreign_trainer.py")
         hpctrain(*words, cwd=tmp_path, code=75)
@@ -56,7 +55,7 @@ if foreign.ALL:  # it needs env/foreign.txt
 
 
 @pytest.mark.tour
-def test_a_script_for_torchrun_gives_its_numbers_and_its_death_is_explained(tmp_path: Path) -> None:
+def test_a_script_for_torchrun_gives_its_numbers_and_its_death_is_explained(tmp_path):
     program = (sys.executable, foreign.PROGRAMS / "foreign_ddp.py", "die")
     said = hpctrain("run", "-n", 2, "--name", "dies", "--", *program, cwd=tmp_path, code=70)
     assert weights(said.stdout) == -0.104762, "what torchrun --standalone --nproc-per-node 2 prints"
@@ -64,7 +63,7 @@ def test_a_script_for_torchrun_gives_its_numbers_and_its_death_is_explained(tmp_
     assert re.search(rf"rank 1 on \S+: .*{how} \(.*the disk of the data is gone\)", said.stderr), said.stderr
 
 
-def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_is_named(tmp_path):
     program = (sys.executable, foreign.PROGRAMS / "foreign_ddp.py", "kill")
     said = hpctrain("run", "-n", 2, "--name", "killed", "--", *program, cwd=tmp_path, code=70)
     explained = hpctrain("explain", "runs/killed", cwd=tmp_path).stdout
@@ -72,7 +71,7 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
         assert re.search(r"[Rr]ank 1 on \S+: \S*python\S*\s+was\s+killed\s+by\s+SIGKILL", text), text
 
 
-def test_heartbeats_find_a_hang_and_keep_the_stacks(tmp_path: Path) -> None:
+def test_heartbeats_find_a_hang_and_keep_the_stacks(tmp_path):
     words = ("--monitor.hang_s", 6, "--", sys.executable, foreign.PROGRAMS / "foreign_hang.py")
     said = hpctrain("run", "-n", 2, "--name", "hangs", *words, cwd=tmp_path, code=70)
     stacks = "".join(path.read_text() for path in (tmp_path / "runs" / "hangs" / "monitor").glob("stack-1-*"))

@@ -1,7 +1,5 @@
 """env/gpu-proof also runs without a GPU: each kind of row, over gloo and MPI on the CPU."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -39,7 +37,7 @@ JUDGE_TIMES = ["feed-pinned", "feed-prefetch", "monitor-clock"]
         pytest.param([name for name in TRIED if name not in JUDGE_TIMES], id="numbers"),
     ],
 )
-def test_each_kind_of_row_is_right_on_a_cpu(tmp_path: Path, tried: list[str]) -> None:
+def test_each_kind_of_row_is_right_on_a_cpu(tmp_path, tried):
     warm = variables("torch", rank_environment({"PYTHONPATH": str(ROOT)}))
     environment = {**os.environ, **warm, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
     command = [ROOT / "env/gpu-proof", *tried, "--minutes", "9", "--output", tmp_path]
@@ -53,7 +51,7 @@ def test_each_kind_of_row_is_right_on_a_cpu(tmp_path: Path, tried: list[str]) ->
     assert all(f"| {name} |" in page for name in tried)
 
 
-def test_what_fails_or_hangs_costs_its_own_row(tmp_path: Path) -> None:
+def test_what_fails_or_hangs_costs_its_own_row(tmp_path):
     row = ROWS["monitor-clock"]
     unknown = run_row(dataclasses.replace(row, name="unknown"), tmp_path / "unknown", 60)
     assert (unknown.status, unknown.reason) == ("failed", "exit code 1: KeyError: 'unknown'")
@@ -61,7 +59,7 @@ def test_what_fails_or_hangs_costs_its_own_row(tmp_path: Path) -> None:
     assert (late.status, late.reason) == ("failed", "no end within 0 s")
 
 
-def test_it_starts_where_all_packages_are_lacking() -> None:
+def test_it_starts_where_all_packages_are_lacking():
     command = [sys.executable, "-S", "-m", "benchmarks.gpu_proof", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr

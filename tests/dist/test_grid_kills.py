@@ -73,7 +73,7 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("victim", VICTIMS)
-def test_any_rank_is_killed_and_another_plan_goes_on(unharmed: Any, tmp_path: Path, victim: int) -> None:
+def test_any_rank_is_killed_and_another_plan_goes_on(unharmed, tmp_path, victim):
     trouble = {"kind": "kill", "rank": victim, "step": DIES_AT}
     said = run(tmp_path, 8, GRID, trouble, code=70)
     place = f"(stage {victim // 4}, data {victim // 2 % 2}, tensor {victim % 2})"
@@ -93,7 +93,7 @@ def test_any_rank_is_killed_and_another_plan_goes_on(unharmed: Any, tmp_path: Pa
         np.testing.assert_allclose(found[name], whole[name], rtol=0, atol=1e-12, err_msg=name)
 
 
-def test_a_stage_that_hangs_is_named(tmp_path: Path) -> None:
+def test_a_stage_that_hangs_is_named(tmp_path):
     trouble = {"kind": "hang", "rank": 5, "step": DIES_AT}
     said = run(tmp_path, 8, GRID, trouble, code=70, steps=1000)  # it hangs once a checkpoint is complete
     [hang] = events(tmp_path / "run", "hang")

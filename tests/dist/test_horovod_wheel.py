@@ -1,7 +1,5 @@
 """The Horovod wheel built by install-horovod computes correctly; its two modules are never in the same process."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import subprocess
@@ -18,14 +16,14 @@ PROGRAMS = Path(__file__).parent / "programs"
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.tour), 4])
-def test_every_operation_that_we_use_gives_the_right_values(mpirun, framework: str, ranks: int) -> None:
+def test_every_operation_that_we_use_gives_the_right_values(mpirun, framework, ranks):
     result = mpirun(ranks, PROGRAMS / f"horovod_{framework}_values.py", timeout=240, warm=framework)
     assert sorted(line for line in result.stdout.splitlines() if line.endswith("values are right")) == [
         f"rank {rank} of {ranks}: values are right" for rank in range(ranks)
     ]
 
 
-def test_setting_up_again_takes_seconds_and_builds_nothing() -> None:
+def test_setting_up_again_takes_seconds_and_builds_nothing():
     command = [sys.executable, "-m", "hpctrain", "install-horovod", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
@@ -33,7 +31,7 @@ def test_setting_up_again_takes_seconds_and_builds_nothing() -> None:
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
-def test_the_wheel_names_no_folder_of_the_environment_it_was_built_in(framework: str) -> None:
+def test_the_wheel_names_no_folder_of_the_environment_it_was_built_in(framework):
     """The wheel is cached for other environments, which may outlive that one."""
     folder = Path(importlib.metadata.distribution("horovod").locate_file(f"horovod/{framework}"))
     library = next(folder.glob("mpi_lib*.so"))

@@ -75,9 +75,7 @@ def hosts(network: netns.Network, **more: Any) -> dict[str, Any]:
     }
 
 
-def test_a_host_whose_cable_is_pulled_costs_no_snapshot_and_the_weights_are_those_of_a_local_run(
-    network: netns.Network, tmp_path: Path
-) -> None:
+def test_a_host_whose_cable_is_pulled_costs_no_snapshot_and_the_weights_are_those_of_a_local_run(network, tmp_path):
     hpctrain("run", "-n", 4, run_file(tmp_path / "here"), warm="torch")
     run, tiers = tmp_path / "there" / "run", {"memory": {"every_steps": 5, "copies": 1, "path": "$TMPDIR"}}
     shell = f"{network.folder}/agent {{host}} {{command}}"  # in the form that batch systems' tools receive

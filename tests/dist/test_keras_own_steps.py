@@ -19,7 +19,7 @@ def results(ranks: int) -> dict[str, Any]:
 
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.tour), 4])
-def test_two_optimizers_on_ranks_train_as_keras_does_in_one_process(ranks: int) -> None:
+def test_two_optimizers_on_ranks_train_as_keras_does_in_one_process(ranks):
     """The last batch of each epoch leaves the last of 4 ranks without samples."""
     for kind in ("auto", "mpi" if ranks > 1 else "none"):
         found = results(ranks)[kind]
@@ -30,7 +30,7 @@ def test_two_optimizers_on_ranks_train_as_keras_does_in_one_process(ranks: int) 
 
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_rows_of_tables_train_as_keras_does_in_one_process(ranks: int) -> None:
+def test_rows_of_tables_train_as_keras_does_in_one_process(ranks):
     """A table is updated by rows when alone, and as a whole together with other weights."""
     found = results(ranks)["looked up"]
     assert found["weights"] < 1e-6 and len(set(found["hashes"])) == 1
@@ -38,7 +38,7 @@ def test_rows_of_tables_train_as_keras_does_in_one_process(ranks: int) -> None:
 
 
 @pytest.mark.world_size(2)
-def test_what_cannot_be_exchanged_is_said_on_all_ranks() -> None:
+def test_what_cannot_be_exchanged_is_said_on_all_ranks():
     found = results(2)
     assert all("not finite on ranks [1]" in said for said in found["not finite"])
     assert all(

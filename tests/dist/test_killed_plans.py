@@ -1,10 +1,7 @@
 """Plans that are killed at a random update and resume, with a model that also has empty weights. Runs that are not
 killed evaluate at other steps, which changes nothing."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -19,8 +16,8 @@ pytestmark = pytest.mark.world_size(3)
 
 
 @pytest.mark.parametrize(("framework", "plans"), [("torch", 14), ("tensorflow", 4)])
-def test_a_killed_run_ends_as_one_that_was_not_killed(framework: str, plans: int, tmp_path: Path) -> None:
-    def ends(ranks: int, check: bool = True) -> int:
+def test_a_killed_run_ends_as_one_that_was_not_killed(framework, plans, tmp_path):
+    def ends(ranks, check=True):
         words = PROGRAM, framework, tmp_path
         return mpirun(ranks, *words, warm=framework, check=check).returncode
 

@@ -37,10 +37,10 @@ SLOWLY = {"STEP_S": "0.1"}
 """Set in the environment, because a resumed run must not change its task_args."""
 
 
-def test_who_takes_the_names_of_mpiruns_session_folders_stops_nobody(tmp_path: Path) -> None:
+def test_who_takes_the_names_of_mpiruns_session_folders_stops_nobody(tmp_path):
     """Their names contain a guessable number, and any user may create them in a shared folder."""
 
-    def before() -> None:
+    def before():
         folder = tmp_path / f"ompi.{os.getpid()}"
         folder.mkdir()
         (folder / "pmix.vm.tool").touch()

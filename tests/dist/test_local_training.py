@@ -1,9 +1,6 @@
 """Local training with outer steps (``sync.kind: local``), in both frameworks."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +13,7 @@ pytestmark = pytest.mark.world_size(2)
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
-def test_means_of_weights_train_as_means_of_gradients_do(framework: str, tmp_path: Path) -> None:
+def test_means_of_weights_train_as_means_of_gradients_do(framework, tmp_path):
     mpirun(2, PROGRAM, framework, tmp_path, warm=framework)
     found = {name: metrics["loss"] for name, metrics in json.loads((tmp_path / "found.json").read_text()).items()}
     exact = found.pop("every_step")

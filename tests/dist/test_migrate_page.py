@@ -28,8 +28,6 @@ OF_TORTURE = ("lightning", "deepspeed")
 KEYS = {"DeepSpeed": ["--train.clip_norm", "1.0", "--parallel.shard", "optimizer"]}
 """Options that the page adds."""
 
-pytestmark = pytest.mark.slow
-
 
 BEFORE = [name for name, needed in NEEDS.items() if foreign_programs.ALL or needed not in OF_TORTURE]
 
@@ -47,13 +45,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_each_section_has_a_before_and_an_after() -> None:
+def test_each_section_has_a_before_and_an_after():
     assert SECTIONS.keys() == NEEDS.keys()
     for text in SECTIONS.values():
         assert [block.split(":")[0] for block in blocks(text)] == ["# before", "# after"]
 
 
-def test_the_table_counts_lines() -> None:
+def test_the_table_counts_lines():
     """Blank lines and comments do not count."""
     rows = re.findall(r"^\| \[.*?\]\(#from-.*?\) \| (\d+) \| (\d+) \|$", PAGE, re.M)
     counted = [tuple(str(len(code(block))) for block in blocks(text)) for text in SECTIONS.values()]
@@ -66,7 +64,7 @@ def code(block: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", BEFORE)
-def test_before(name: str, folder: Path) -> None:
+def test_before(name, folder):
     (folder / "train.py").write_text(blocks(SECTIONS[name])[0])
     with reserve_port() as holder:
         one_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -76,7 +74,7 @@ def test_before(name: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NEEDS)
-def test_after(name: str, folder: Path) -> None:
+def test_after(name, folder):
     framework = "tensorflow" if name == "Keras fit" else "torch"
     (folder / "task.py").write_text(blocks(SECTIONS[name])[1])
     hpctrain("train", "run.yaml", *KEYS.get(name, []), cwd=folder, warm=framework)

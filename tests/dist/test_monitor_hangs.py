@@ -65,9 +65,7 @@ def agent_of(process: psutil.Process, folder: Path) -> bool:
 @pytest.mark.alone  # compares times
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(("trouble", "victim"), [("stop", 0), ("spin", 1)])
-def test_a_hung_rank_is_named_with_its_stack_and_the_attempt_ends(
-    mpirun: Callable[..., Any], tmp_path: Path, trouble: str, victim: int
-) -> None:
+def test_a_hung_rank_is_named_with_its_stack_and_the_attempt_ends(mpirun, tmp_path, trouble, victim):
     event, result, seconds = run(mpirun, tmp_path, trouble=trouble, victim=victim)
     assert [rank["rank"] for rank in event["ranks"]] == [victim]
     assert HANG_S <= event["silence_s"] <= HANG_S + 2
@@ -85,7 +83,7 @@ def test_a_hung_rank_is_named_with_its_stack_and_the_attempt_ends(
 
 
 @pytest.mark.world_size(4)
-def test_a_rank_that_dies_without_notice_is_named(mpirun: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_rank_that_dies_without_notice_is_named(mpirun, tmp_path):
     supervised = {RUN_DIR: str(tmp_path), ATTEMPT: "1"}  # mpirun ends the others; the first death is recorded
     event, _, _ = run(mpirun, tmp_path, ranks=4, env=supervised, trouble="die", victim=2)
     assert event["kind"] == "died"
@@ -94,7 +92,7 @@ def test_a_rank_that_dies_without_notice_is_named(mpirun: Callable[..., Any], tm
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("agents_too", [True, False])
-def test_a_suspended_run_goes_on_and_is_not_ended(mpirun: Callable[..., Any], tmp_path: Path, agents_too: bool) -> None:
+def test_a_suspended_run_goes_on_and_is_not_ended(mpirun, tmp_path, agents_too):
     script = {"steps": 700, "monitor": {"hang_s": HANG_S, "on_hang": "abort"}}
     suspender = threading.Thread(target=suspend, args=(tmp_path, agents_too))
     suspender.start()

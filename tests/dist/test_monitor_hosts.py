@@ -1,13 +1,9 @@
 """The monitor across hosts with separate networks: its listening address, and reports from the other host."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
-
-from tests.support import netns
 
 PROGRAM = Path(__file__).parent / "programs" / "monitored_loop.py"
 
@@ -15,7 +11,7 @@ pytestmark = pytest.mark.alone
 
 
 @pytest.mark.world_size(4)
-def test_the_slow_rank_of_another_host_is_named(network: netns.Network, tmp_path: Path) -> None:
+def test_the_slow_rank_of_another_host_is_named(network, tmp_path):
     script = {"steps": 160, "slow": [[3, "data", 0.04, 40, 400]]}
     network.mpirun(2, PROGRAM, tmp_path, json.dumps(script), ranks_per_host=2)
     for node in range(2):

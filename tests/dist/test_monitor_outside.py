@@ -117,9 +117,7 @@ def is_unexplained(event: dict[str, Any]) -> bool:
 @pytest.mark.world_size(2)
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two processors")
 @pytest.mark.parametrize(("how", "word"), [(burn, "for a processor"), (stop_now_and_then, "")])
-def test_a_rank_that_is_disturbed_from_outside_is_found(
-    mpirun: Callable[..., Any], tmp_path: Path, how: Callable[[Path, threading.Event], None], word: str
-) -> None:
+def test_a_rank_that_is_disturbed_from_outside_is_found(mpirun, tmp_path, how, word):
     accusations, events = accused(mpirun, how, tmp_path)
     of_victim = [event for event in accusations if event["rank"] == 1]
     assert of_victim, events

@@ -32,7 +32,7 @@ def confirmed(events: list[dict[str, Any]]) -> list[tuple[str, int | None, str]]
 
 
 @pytest.mark.world_size(4)
-def test_each_slow_phase_is_found_and_clears(mpirun: Callable[..., Any], tmp_path: Path) -> None:
+def test_each_slow_phase_is_found_and_clears(mpirun, tmp_path):
     phases = ("data", "forward", "backward", "optimizer", "callbacks", "checkpoint")
     slow = [[i % 4, phase, 0.004, 50 + 140 * i, 50 + 140 * i + 60] for i, phase in enumerate(phases)]
     events, result = run(mpirun, 4, tmp_path, steps=80 + 140 * len(phases), slow=slow)
@@ -45,7 +45,7 @@ def test_each_slow_phase_is_found_and_clears(mpirun: Callable[..., Any], tmp_pat
 
 
 @pytest.mark.world_size(8)
-def test_two_culprits_of_eight(mpirun: Callable[..., Any], tmp_path: Path) -> None:
+def test_two_culprits_of_eight(mpirun, tmp_path):
     slow = [[2, "data", 0.006, 60, 400], [5, "backward", 0.005, 60, 400]]
     events, _ = run(mpirun, 8, tmp_path, steps=260, slow=slow)
     assert set(confirmed(events)) >= {("rank", 2, "data"), ("rank", 5, "backward")}
@@ -57,14 +57,14 @@ def test_two_culprits_of_eight(mpirun: Callable[..., Any], tmp_path: Path) -> No
 
 
 @pytest.mark.world_size(4)
-def test_a_delayed_exchange_is_the_network_and_nobody_is_blamed(mpirun: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_delayed_exchange_is_the_network_and_nobody_is_blamed(mpirun, tmp_path):
     events, _ = run(mpirun, 4, tmp_path, steps=240, exchange_delay=[0.006, 120])
     assert confirmed(events) == [("network", None, "network")]
 
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("trouble", ["stop_agent", "kill_agent"])
-def test_the_end_of_an_agent_does_not_touch_the_steps(mpirun: Callable[..., Any], tmp_path: Path, trouble: str) -> None:
+def test_the_end_of_an_agent_does_not_touch_the_steps(mpirun, tmp_path, trouble):
     _, result = run(mpirun, 2, tmp_path, steps=300, trouble=trouble, victim=0)
     durations = json.loads(result.stdout.splitlines()[-1])["durations"]
     assert len(durations) == 300

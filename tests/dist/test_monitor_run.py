@@ -1,7 +1,5 @@
 """The monitor in `hpctrain run` changes no result, names the slow rank, and ends a hung attempt resumably."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path
@@ -52,7 +50,7 @@ for owner in (mpi_allreduce.FlatAllreduce, shm_allreduce.ShmAllreduce, shm_allre
 """A sitecustomize.py that records each collective call of a process."""
 
 
-def test_weights_and_collectives_are_the_same_with_and_without(tmp_path: Path) -> None:
+def test_weights_and_collectives_are_the_same_with_and_without(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(NOTE_COLLECTIVES)
     hashes, calls = set(), set()
     for enabled in (True, False):
@@ -71,7 +69,7 @@ def test_weights_and_collectives_are_the_same_with_and_without(tmp_path: Path) -
 
 
 @pytest.mark.tour
-def test_a_stopped_rank_ends_the_attempt_as_a_hang_and_the_same_command_goes_on(tmp_path: Path) -> None:
+def test_a_stopped_rank_ends_the_attempt_as_a_hang_and_the_same_command_goes_on(tmp_path):
     path = misbehaving_run(tmp_path, monitor=MONITOR, checkpoint={"every_steps": 5}, **SLOW)
     with started("run", "-n", 2, path, env={"STEP_S": "0.05"}) as child:
         wait_for("step", reaches_step(tmp_path / "run", 20))

@@ -46,21 +46,21 @@ def events(folder: Folder) -> Events:
     return lambda run: [json.loads(line) for line in lines(run)]
 
 
-def test_the_slow_rank_is_named_and_not_the_one_that_waits_for_it(events: Events) -> None:
+def test_the_slow_rank_is_named_and_not_the_one_that_waits_for_it(events):
     found = [event for event in events("rank") if event.get("state") == "confirmed" and event["kind"] == "rank"]
     assert {event["rank"] for event in found} == {3}
     assert found[0]["cause"] == "forward" and found[0]["slowdown"] > 0.5
     assert found[0]["sentence"].startswith("rank 3 (data 1, tensor 1) on ")
 
 
-def test_a_hung_rank_is_named_with_its_place_and_who_waits_next_to_it(events: Events) -> None:
+def test_a_hung_rank_is_named_with_its_place_and_who_waits_next_to_it(events):
     [hang] = [event for event in events("rank") if event["event"] == "hang"]
     assert [rank["rank"] for rank in hang["ranks"]] == [3]
     assert "rank 3 (data 1, tensor 1) on " in hang["sentence"]
     assert "; 3 ranks wait (rank 2 in the middle of a pass)" in hang["sentence"]
 
 
-def test_a_part_of_the_layers_that_has_more_to_do_is_the_plans(events: Events) -> None:
+def test_a_part_of_the_layers_that_has_more_to_do_is_the_plans(events):
     confirmed = [event for event in events("plan") if event.get("state") == "confirmed"]
     assert not {event["kind"] for event in confirmed} & {"rank", "host"}
     [plan] = [event for event in confirmed if event["kind"] == "plan"]
@@ -69,7 +69,7 @@ def test_a_part_of_the_layers_that_has_more_to_do_is_the_plans(events: Events) -
     assert "the layers are split unevenly, no rank is slow" in plan["sentence"]
 
 
-def test_a_stage_that_takes_longer_is_told(events: Events) -> None:
+def test_a_stage_that_takes_longer_is_told(events):
     confirmed = [event for event in events("stage") if event.get("state") == "confirmed"]
     assert not {event["kind"] for event in confirmed} & {"rank", "host"}
     [plan] = [event for event in confirmed if event["kind"] == "plan"]
@@ -78,7 +78,7 @@ def test_a_stage_that_takes_longer_is_told(events: Events) -> None:
     assert "no rank is slow" in plan["sentence"]
 
 
-def test_a_rank_that_fails_is_named_with_its_place(folder: Folder) -> None:
+def test_a_rank_that_fails_is_named_with_its_place(folder):
     view = RunView(folder() / "error")
     newest = view.snapshot().newest
     assert newest is not None and newest.verdict is not None
@@ -87,7 +87,7 @@ def test_a_rank_that_fails_is_named_with_its_place(folder: Folder) -> None:
     assert explain(view.history()).evidence == (newest.verdict.reason,)
 
 
-def test_operations_of_a_ranks_part_are_counted(folder: Folder) -> None:
+def test_operations_of_a_ranks_part_are_counted(folder):
     """Two blocks of a 4 x 8 and an 8 x 4 matrix: forward, plus twice as much backward."""
     data = RunView(folder() / "rank").history()
     started = data.last(RunStarted)

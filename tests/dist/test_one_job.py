@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -14,10 +13,9 @@ RECORDING = f"{PROJECT}/tests/tasks/torch_recording_task.py:task"
 
 
 @pytest.mark.tour
-@pytest.mark.slow
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("framework", ["torch", "keras"])
-def test_digits_train_on_two_ranks_with_horovod(framework: str, tmp_path: Path) -> None:
+def test_digits_train_on_two_ranks_with_horovod(framework, tmp_path):
     example = PROJECT / f"examples/digits-{framework}.yaml"
     hpctrain("run", "-n", 2, example, "--reduce.kind", "horovod", cwd=tmp_path, timeout=300)
     run = tmp_path / "runs" / f"digits-{framework}"
@@ -32,7 +30,7 @@ def test_digits_train_on_two_ranks_with_horovod(framework: str, tmp_path: Path) 
 @pytest.mark.tour
 @pytest.mark.world_size(3)
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_ranks_see_disjoint_parts_of_all_samples_in_the_same_global_order(ranks: int, tmp_path: Path) -> None:
+def test_ranks_see_disjoint_parts_of_all_samples_in_the_same_global_order(ranks, tmp_path):
     run = write_run(
         tmp_path,
         task=RECORDING,
@@ -58,7 +56,7 @@ EXPECTED: dict[str, list[list[int]]] = {}
 
 
 @pytest.mark.world_size(2)
-def test_horovods_own_timeline_shows_the_gradients_bytes(tmp_path: Path) -> None:
+def test_horovods_own_timeline_shows_the_gradients_bytes(tmp_path):
     timeline = tmp_path / "timeline.json"
     run = write_run(
         tmp_path,
@@ -74,7 +72,7 @@ def test_horovods_own_timeline_shows_the_gradients_bytes(tmp_path: Path) -> None
 
 
 @pytest.mark.world_size(2)
-def test_without_the_exchange_the_ranks_drift_apart_and_the_run_ends(tmp_path: Path) -> None:
+def test_without_the_exchange_the_ranks_drift_apart_and_the_run_ends(tmp_path):
     """Without it, the weights must differ: the exchange is what keeps them equal."""
     sabotage = tmp_path / "sabotage.py"
     sabotage.write_text(

@@ -47,7 +47,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], tuple[Path, 
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_stages_train_as_one_process_does(found: Callable[[], tuple[Path, Found]], name: str) -> None:
+def test_stages_train_as_one_process_does(found, name):
     """With uneven, few or no micro-batches, clipping, weight decay on matrices only, moving averages, and a loss that
     returns a sum and a weight."""
     folder, results = found()
@@ -60,7 +60,7 @@ def test_stages_train_as_one_process_does(found: Callable[[], tuple[Path, Found]
 
 
 @pytest.mark.parametrize("name", ["pp2-dp2", "pp4", "tp2-pp2"])
-def test_each_rank_has_the_parameters_of_its_stage(found: Callable[[], tuple[Path, Found]], name: str) -> None:
+def test_each_rank_has_the_parameters_of_its_stage(found, name):
     """Ranks of the same stage hold bitwise identical parameters, and the stages together hold the whole model."""
     ranks = found()[1][name]["ranks"]
     ((_, _, _, whole, _),) = found()[1]["alone"]["ranks"]
@@ -75,9 +75,7 @@ def test_each_rank_has_the_parameters_of_its_stage(found: Callable[[], tuple[Pat
 
 
 @pytest.mark.parametrize("name", ["again", "again-in-parts"])
-def test_cut_layers_that_compute_again_train_to_the_same_bits(
-    found: Callable[[], tuple[Path, Found]], name: str
-) -> None:
+def test_cut_layers_that_compute_again_train_to_the_same_bits(found, name):
     """Dropout differs between ranks of a tensor group; recomputed layers begin and end in or outside the cut part."""
     results = found()[1]
     assert results[name]["losses"] == results["kept"]["losses"]
@@ -85,14 +83,14 @@ def test_cut_layers_that_compute_again_train_to_the_same_bits(
     assert results["kept"]["losses"] != results["tp2-pp2"]["losses"][:3], "something was dropped"
 
 
-def test_all_reducers_work_in_the_data_group_of_each_stage(found: Callable[[], tuple[Path, Found]]) -> None:
+def test_all_reducers_work_in_the_data_group_of_each_stage(found):
     results = found()[1]
     assert {reducer for *_, reducer in results["pp2-dp2"]["ranks"]} == {"horovod-flat"}
     assert len({reducer for *_, reducer in results["auto"]["ranks"]}) == 1
     assert {reducer for *_, reducer in results["pp4"]["ranks"]} == {"none"}
 
 
-def test_every_plan_goes_on_where_another_one_stopped(found: Callable[[], tuple[Path, Found]]) -> None:
+def test_every_plan_goes_on_where_another_one_stopped(found):
     """Six stages on two ranks whose layers are sharded, one, two on each of two ranks, with cut layers, four, and one
     process: same samples and state."""
     folder, results = found()
@@ -102,7 +100,7 @@ def test_every_plan_goes_on_where_another_one_stopped(found: Callable[[], tuple[
     assert verify_checkpoint(CheckpointStore(folder / "chain" / "checkpoints"), 2).problems == ()
 
 
-def test_passes_with_samples_of_other_ranks_leave_nothing(found: Callable[[], tuple[Path, Found]]) -> None:
+def test_passes_with_samples_of_other_ranks_leave_nothing(found):
     """Neither in buffers nor for backward passes that are under way, between passes of a rank's own samples."""
     folder, results = found()
     require_near(results["lent"]["losses"], results["alone-lent"]["losses"])
@@ -113,7 +111,7 @@ def test_passes_with_samples_of_other_ranks_leave_nothing(found: Callable[[], tu
         np.testing.assert_allclose(states[0][name], value, rtol=0, atol=1e-12, err_msg=name)
 
 
-def test_exported_weights_are_those_of_the_whole_model(found: Callable[[], tuple[Path, Found]], tmp_path: Path) -> None:
+def test_exported_weights_are_those_of_the_whole_model(found, tmp_path):
     folder, _ = found()
     whole = CheckpointStore(folder / "pp4" / "checkpoints").load(6).arrays
     path = tmp_path / "weights.safetensors"
@@ -124,7 +122,7 @@ def test_exported_weights_are_those_of_the_whole_model(found: Callable[[], tuple
         np.testing.assert_array_equal(arrays[name], whole[f"model/{name}"])
 
 
-def test_initial_weights_go_to_their_stages(found: Callable[[], tuple[Path, Found]]) -> None:
+def test_initial_weights_go_to_their_stages(found):
     """Also by rows, of which ranks may have different numbers, to a model that was made on the meta device."""
     folder, results = found()
     require_near(results["unfilled"]["losses"], results["alone-initial"]["losses"])
@@ -139,12 +137,12 @@ def test_initial_weights_go_to_their_stages(found: Callable[[], tuple[Path, Foun
     assert event["unexpected"] == event["missing"] == []
 
 
-def test_predictions_are_those_of_the_last_stage(found: Callable[[], tuple[Path, Found]]) -> None:
+def test_predictions_are_those_of_the_last_stage(found):
     folder, _ = found()
     require_near(predictions(folder, "tp2-pp2"), predictions(folder, "alone"))
 
 
-def test_dropout_differs_between_stages_and_goes_on_after_a_resume(found: Callable[[], tuple[Path, Found]]) -> None:
+def test_dropout_differs_between_stages_and_goes_on_after_a_resume(found):
     results = found()[1]
     drawn = [bits for rank in results["noisy"]["drawn"] for bits in rank.values()]
     assert len(drawn) == 8  # four blocks on each of two data ranks
@@ -154,7 +152,7 @@ def test_dropout_differs_between_stages_and_goes_on_after_a_resume(found: Callab
     assert results["ended"]["drawn"] == results["noisy"]["drawn"]
 
 
-def test_layers_are_compiled_one_by_one(found: Callable[[], tuple[Path, Found]]) -> None:
+def test_layers_are_compiled_one_by_one(found):
     """In fp32, where sums have another order."""
     results = found()[1]
     np.testing.assert_allclose(results["compiled"]["losses"], results["alone-eager"]["losses"], rtol=1e-6)
@@ -164,13 +162,13 @@ def test_layers_are_compiled_one_by_one(found: Callable[[], tuple[Path, Found]])
     assert "train.compile finds no layer" in results["norms"]["advice"][0]
 
 
-def test_half_precision_stays_near(found: Callable[[], tuple[Path, Found]]) -> None:
+def test_half_precision_stays_near(found):
     results = found()[1]
     np.testing.assert_allclose(results["fp16"]["losses"], results["alone"]["losses"][:3], rtol=0.02)
     assert results["fp16"]["norms"][0] == pytest.approx(results["alone"]["norms"][0], rel=0.02)
 
 
-def test_what_would_train_wrongly_is_refused(found: Callable[[], tuple[Path, Found]]) -> None:
+def test_what_would_train_wrongly_is_refused(found):
     results = found()[1]
     assert "after step 2 the weights of rank 3 differ from those of rank 2" in results["drifted"]["error"]
     assert "ranks 0 and 2, which are stages of one model, got different samples" in results["astray"]["error"]

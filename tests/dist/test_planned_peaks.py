@@ -1,7 +1,5 @@
 """What ``hpctrain plan`` says of a rank's memory beside the peak of the tensors that exist in an update."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.mpi import printed
@@ -10,7 +8,7 @@ pytestmark = pytest.mark.world_size(4)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_each_plan_is_within_a_tenth_of_its_peak(ranks: int) -> None:
+def test_each_plan_is_within_a_tenth_of_its_peak(ranks):
     found = printed(ranks, "planned_peaks.py", "mlp", warm="torch")
     assert len(found) == {2: 11, 4: 8}[ranks]
     for plan, one in found.items():

@@ -55,14 +55,14 @@ def trained(folder: Path, ranks: int, updates: int, dtype: str, *plans: str) -> 
 
 @pytest.mark.tour
 @pytest.mark.world_size(2)
-def test_a_few_updates_by_each_plan_are_those_of_one_process(tmp_path: Path) -> None:
+def test_a_few_updates_by_each_plan_are_those_of_one_process(tmp_path):
     one = trained(tmp_path, 1, FEW, "float64", "alone")["alone"]
     for plan, many in trained(tmp_path, 2, FEW, "float64", *ON_2.split()).items():
         require_near(plan, one, many, FEW, EXACT)
 
 
 @pytest.mark.world_size(8)
-def test_sharded_stages_of_eight_ranks_train_as_one_process_does(tmp_path: Path) -> None:
+def test_sharded_stages_of_eight_ranks_train_as_one_process_does(tmp_path):
     """Two stages of four ranks, of which three have no sample in the last update; and three axes, interleaved."""
     one = trained(tmp_path, 1, FEW, "float64", "alone")["alone"]
     for plan, many in trained(tmp_path, 8, FEW, "float64", "fsdp-pp2", "gradients-tp2-pp2").items():
@@ -70,7 +70,7 @@ def test_sharded_stages_of_eight_ranks_train_as_one_process_does(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("plan", "ranks"), TRIED)
-def test_fifty_updates_are_those_of_one_process(launch: Launch, plan: str, ranks: int) -> None:
+def test_fifty_updates_are_those_of_one_process(launch, plan, ranks):
     """With uneven micro-batches, clipping, weight decay on matrices only, and moving averages."""
     require_near(plan, launch("alone", 1), launch(plan, ranks), UPDATES, NEAR)
 

@@ -72,7 +72,7 @@ PREPARED = ("tokens",)
 """Ports that make their data when run as a program."""
 CHANGING = tuple(name for name, port in PAIRS.items() if port.alike) if ALL else SOME
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S * 3)]
+pytestmark = pytest.mark.timeout(LIMIT_S * 3)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def assert_alike(name: str, found: list[float], wanted: list[float]) -> None:
 
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("name", PAIRS)
-def test_a_port_gives_the_numbers_of_the_original(name: str, trained: Any) -> None:
+def test_a_port_gives_the_numbers_of_the_original(name, trained):
     port = PAIRS[name]
     runs = trained(port.framework)
     original, alone = runs / f"{name}-original", losses(runs / f"{name}-1")
@@ -163,7 +163,7 @@ def test_a_port_gives_the_numbers_of_the_original(name: str, trained: Any) -> No
 
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("name", CHANGING)
-def test_a_run_that_changes_its_number_of_ranks_gives_the_same_numbers(name: str, trained: Any) -> None:
+def test_a_run_that_changes_its_number_of_ranks_gives_the_same_numbers(name, trained):
     port = PAIRS[name]
     runs = trained(port.framework)
     assert [event["step"] for event in events(runs / f"{name}-changing", "resumed")] == list(STOPS.values())[
@@ -196,9 +196,7 @@ def resumed(folder: Path) -> Any:
 
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize(("name", "ranks"), KILLED)
-def test_a_port_that_is_killed_and_resumed_ends_bit_for_bit_the_same(
-    name: str, ranks: int, trained: Any, resumed: Any
-) -> None:
+def test_a_port_that_is_killed_and_resumed_ends_bit_for_bit_the_same(name, ranks, trained, resumed):
     framework = PAIRS[name].framework
     straight, broken = trained(framework) / f"{name}-{ranks}", resumed(framework, ranks) / f"{name}-killed-{ranks}"
     (event,) = events(broken, "resumed")
@@ -213,7 +211,7 @@ def test_a_port_that_is_killed_and_resumed_ends_bit_for_bit_the_same(
 
 
 @pytest.mark.world_size(2)
-def test_the_command_of_the_docs(tmp_path: Path) -> None:
+def test_the_command_of_the_docs(tmp_path):
     page = (ROOT / "docs/tasks.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^hpctrain (.*examples/ports.*)$", page, re.M)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -237,7 +235,7 @@ def written(name: str, folder: Path) -> int:
     return done.stdout.count("\n> ")
 
 
-def test_ports_are_written_in_few_lines(tmp_path: Path) -> None:
+def test_ports_are_written_in_few_lines(tmp_path):
     names = sorted(path.name for path in PORTS.iterdir() if path.is_dir())
     assert names == sorted({*PAIRS, "lora"})
     found = {name: written(name, tmp_path) for name in names}

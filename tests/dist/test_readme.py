@@ -64,9 +64,8 @@ def newcomer(tmp_path: Path) -> Path:
 
 
 @pytest.mark.tour
-@pytest.mark.slow
 @pytest.mark.world_size(4)
-def test_every_command_of_the_readme(newcomer: Path) -> None:
+def test_every_command_of_the_readme(newcomer):
     found = commands(README)
     assert len(found) >= 5
     for words in found:
@@ -79,9 +78,8 @@ def test_every_command_of_the_readme(newcomer: Path) -> None:
     assert events(newcomer / "runs/wave", "eval")[-1]["metrics"]["loss"] < 0.05, "sin(x) is learnt"
 
 
-@pytest.mark.slow
 @pytest.mark.world_size(2)
-def test_the_commands_of_the_table_of_figures(newcomer: Path) -> None:
+def test_the_commands_of_the_table_of_figures(newcomer):
     table = README.partition("## How fast")[2].partition("\n## ")[0]
     found = dict.fromkeys(re.findall(r"`((?:hpctrain|python -m benchmarks\.).*?)`", table))
     assert len(found) >= 4
@@ -98,22 +96,20 @@ def test_the_commands_of_the_table_of_figures(newcomer: Path) -> None:
             assert "under_kills" not in line or done.stdout.endswith("yes\n"), "the same weights"
 
 
-def test_the_readme_is_one_screen() -> None:
+def test_the_readme_is_one_screen():
     assert len(README.splitlines()) <= 120
     assert len(re.findall(r"^- \[", README.partition("## Next")[2], re.M)) <= 4
 
 
-@pytest.mark.slow
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_examples_run(name: str, newcomer: Path) -> None:
+def test_the_examples_run(name, newcomer):
     hpctrain("run", "-n", 2, f"examples/{name}", *EXAMPLES[name], cwd=newcomer, timeout=250, warm=framework([name]))
     assert events(newcomer / "runs" / name.removesuffix(".yaml"), "run_finished")[-1]["reason"] == "completed"
 
 
-@pytest.mark.slow
 @pytest.mark.world_size(2)
-def test_every_command_of_the_landing_page(newcomer: Path) -> None:
+def test_every_command_of_the_landing_page(newcomer):
     program = "import hpctrain\n\nprint(hpctrain.connect().size)\n"
     for name in ("train.py", "horovod_train.py"):
         (newcomer / name).write_text(program)
@@ -126,8 +122,7 @@ def test_every_command_of_the_landing_page(newcomer: Path) -> None:
     assert events(newcomer / "runs/sharded", "run_finished")[-1]["reason"] == "completed"
 
 
-@pytest.mark.slow
-def test_commands_about_a_finished_run_in_a_project_of_init(tmp_path: Path) -> None:
+def test_commands_about_a_finished_run_in_a_project_of_init(tmp_path):
     """Those of all pages that look at runs/digits or run.yaml; what starts jobs and ranks, or waits, is only parsed."""
     hpctrain("init", "run", cwd=tmp_path)
     hpctrain("train", "run.yaml", "--name", "digits", "--train.epochs", 1, cwd=tmp_path, warm="torch")
@@ -144,8 +139,7 @@ def test_commands_about_a_finished_run_in_a_project_of_init(tmp_path: Path) -> N
     assert (tmp_path / "digits.safetensors").exists()
 
 
-@pytest.mark.slow
-def test_every_command_of_the_page_on_reports(newcomer: Path) -> None:
+def test_every_command_of_the_page_on_reports(newcomer):
     hpctrain("train", "wave.yaml", "--train.epochs", 1, cwd=newcomer, warm="torch")
     hpctrain("train", "wave.yaml", "--train.epochs", 1, "--name", "other", cwd=newcomer, warm="torch")
     for words in commands(REPORTS):
@@ -153,9 +147,8 @@ def test_every_command_of_the_page_on_reports(newcomer: Path) -> None:
     assert (newcomer / "runs/wave/report.html").exists() and (newcomer / "comparison.html").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.world_size(2)
-def test_the_gpt_of_the_page_on_larger_models(newcomer: Path) -> None:
+def test_the_gpt_of_the_page_on_larger_models(newcomer):
     """On two ranks that split the samples, each layer, or the sequence of layers."""
     shutil.copytree(PROJECT / "docs", newcomer / "docs")
     section = PARALLEL.partition("## A GPT under any plan")[2].partition("\n## ")[0]
@@ -169,16 +162,14 @@ def test_the_gpt_of_the_page_on_larger_models(newcomer: Path) -> None:
     assert len(whole) == 8 and whole[-1] < whole[0] - 0.1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("page", [TASKS, KERAS], ids=["torch", "tensorflow"])
-def test_the_first_task_of_each_page(page: str, newcomer: Path, request: pytest.FixtureRequest) -> None:
+def test_the_first_task_of_each_page(page, newcomer, request):
     (newcomer / "wave.py").write_text(block(page, "python"))
     hpctrain("train", "wave.yaml", cwd=newcomer, warm=request.node.callspec.id)
     assert events(newcomer / "runs/wave", "eval")[-1]["metrics"]["loss"] < 0.1
 
 
-@pytest.mark.slow
-def test_the_page_on_fine_tuning(tmp_path: Path) -> None:
+def test_the_page_on_fine_tuning(tmp_path):
     torch = pytest.importorskip("torch")
     text = (PROJECT / "docs" / "finetuning.md").read_text(encoding="utf-8")
     (tmp_path / "adapt.py").write_text(block(text, "python"))
@@ -197,10 +188,9 @@ def test_the_page_on_fine_tuning(tmp_path: Path) -> None:
     plain.load_state_dict(merged)
 
 
-@pytest.mark.slow
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("number", [1, 2], ids=["compiled", "train_step"])
-def test_the_models_of_the_docs_that_train_themselves(number: int, newcomer: Path) -> None:
+def test_the_models_of_the_docs_that_train_themselves(number, newcomer):
     (newcomer / "wave.py").write_text(block(KERAS, "python", number))
     hpctrain(
         "run", "-n", 2, "wave.yaml", "--train.epochs", 4, "--track.every_steps", 5, cwd=newcomer, warm="tensorflow"
@@ -210,7 +200,7 @@ def test_the_models_of_the_docs_that_train_themselves(number: int, newcomer: Pat
     assert events(newcomer / "runs/wave", "eval")[-1]["metrics"].keys() >= {"loss", ("accuracy", "kl_loss")[number - 1]}
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_lead_somewhere():
     targets = []
     for page in [PROJECT / "README.md", *sorted((PROJECT / "docs").rglob("*.md")), PROJECT / "CONTRIBUTING.md"]:
         prose = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.S)
@@ -219,7 +209,7 @@ def test_links_lead_somewhere() -> None:
     assert len(targets) > 100 and [str(target) for target in targets if not target.exists()] == []
 
 
-def test_the_loops_by_hand_are_as_short_as_promised() -> None:
+def test_the_loops_by_hand_are_as_short_as_promised():
     for name in ("own_loop_torch.py", "own_loop_keras.py"):
         lines = (PROJECT / "examples" / name).read_text(encoding="utf-8").splitlines()
         assert len([line for line in lines if line.strip() and not line.strip().startswith("#")]) <= 40

@@ -17,7 +17,7 @@ from tests.support.mpi import run_in_group
 PAGE = (PROJECT / "docs" / "recipes.md").read_text(encoding="utf-8")
 RECIPES = re.findall(r"^## [^\n]*\n((?:(?!^## ).)*)", PAGE, re.M | re.S)
 
-pytestmark = [pytest.mark.slow, pytest.mark.world_size(2), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.world_size(2), pytest.mark.timeout(400)]
 
 
 def carry_out(recipe: str, folder: Path) -> Path:
@@ -40,23 +40,23 @@ def evaluations(run: Path, metric: str = "loss") -> list[float]:
     return [float(event["metrics"][metric]) for event in events(run, "eval")]
 
 
-def test_photos_train_from_folders_and_tars(tmp_path: Path) -> None:
+def test_photos_train_from_folders_and_tars(tmp_path):
     runs = carry_out("images", tmp_path) / "runs"
     folders, tars = evaluations(runs / "resnet50"), evaluations(runs / "tars")
     assert len(folders) == len(tars) == len(evaluations(runs / "vit")) == 2
 
 
-def test_weather_beats_persistence(tmp_path: Path) -> None:
+def test_weather_beats_persistence(tmp_path):
     run = carry_out("weather", tmp_path) / "runs/weather"
     assert evaluations(run)[-1] < 0.5 * evaluations(run, "persistence")[-1]
 
 
-def test_volumes_are_segmented(tmp_path: Path) -> None:
+def test_volumes_are_segmented(tmp_path):
     dice = evaluations(carry_out("volumes", tmp_path) / "runs/volumes", "dice")
     assert dice[-1] > dice[0]
 
 
-def test_a_table_is_packed_learnt_and_predicted(tmp_path: Path) -> None:
+def test_a_table_is_packed_learnt_and_predicted(tmp_path):
     here = carry_out("table", tmp_path)
     auc = evaluations(here / "runs/table", "auc")
     assert auc[-1] > auc[0] > 0.5 and (here / "predicted.h5").exists()
@@ -66,7 +66,7 @@ if foreign.ALL:  # it needs env/foreign.txt
     MIXTURE = re.search(r"^hpctrain (run mixture.yaml .*)$", PAGE, re.M)[1].split()
 
     @pytest.mark.timeout(1200)
-    def test_a_llama_is_trained_in_full_and_by_an_adapter_and_exported(tmp_path: Path) -> None:
+    def test_a_llama_is_trained_in_full_and_by_an_adapter_and_exported(tmp_path):
         """``compare.py`` fails unless logits are equal."""
         here = carry_out("llama", tmp_path)
         for run in (here / "runs/full", here / "runs/lora"):
@@ -81,7 +81,7 @@ if foreign.ALL:  # it needs env/foreign.txt
         )
 
 
-def test_a_search_prunes_trials_and_ends_like_the_best(tmp_path: Path) -> None:
+def test_a_search_prunes_trials_and_ends_like_the_best(tmp_path):
     pytest.importorskip("optuna")
     runs = carry_out("sweep", tmp_path) / "runs/sweep"
     ends = [events(run, "run_finished")[-1]["reason"] for run in sorted(runs.glob("[0-9]"))]

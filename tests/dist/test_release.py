@@ -1,7 +1,5 @@
 """The core of ``make dist``: builds of a commit are reproducible, and work outside the checkout."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -15,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not permitted here: this is not a clone")
-def test_the_core_of_a_release(tmp_path: Path) -> None:
+def test_the_core_of_a_release(tmp_path):
     command = [sys.executable, ROOT / "env/dist.py", "--core", "--output", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr

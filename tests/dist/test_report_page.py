@@ -112,7 +112,7 @@ def check_loss(page: Page, run: Path, told: list[dict[str, Any]] | None = None) 
 
 
 @pytest.mark.tour
-def test_a_finished_run_whole_and_partly_lost(tmp_path: Path, opened: Callable[[Path], Page]) -> None:
+def test_a_finished_run_whole_and_partly_lost(tmp_path, opened):
     run_file = write_run(
         tmp_path,
         task=SLOW,
@@ -132,9 +132,7 @@ def test_a_finished_run_whole_and_partly_lost(tmp_path: Path, opened: Callable[[
     check_loss(opened(run), run)
 
 
-def test_a_run_while_it_runs_after_it_crashed_and_when_it_was_resumed(
-    tmp_path: Path, opened: Callable[[Path], Page]
-) -> None:
+def test_a_run_while_it_runs_after_it_crashed_and_when_it_was_resumed(tmp_path, opened):
     run = tmp_path / "run"
     every, gate = {"track": {"every_steps": 5}, "checkpoint": {"every_steps": 20}}, Gate(tmp_path / "gate").close(1)
     path = misbehaving_run(tmp_path, train={"steps": 200}, task_args={"gate": str(gate.folder), "at": 52}, **every)
@@ -170,7 +168,7 @@ def test_a_run_while_it_runs_after_it_crashed_and_when_it_was_resumed(
 
 
 @pytest.mark.world_size(2)
-def test_a_run_with_a_slow_rank(tmp_path: Path, opened: Callable[[Path], Page]) -> None:
+def test_a_run_with_a_slow_rank(tmp_path, opened):
     path = misbehaving_run(
         tmp_path, "slow", task_args={"at": 48}, train={"steps": 80}, monitor={"enabled": True, "window_steps": 8}
     )

@@ -120,12 +120,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     ],
 )
 def test_a_run_that_loses_a_rank_or_its_launcher_ends_as_one_that_does_not(
-    tmp_path: Path,
-    whole: Callable[[str], Path],
-    framework: str,
-    befall: Callable[[int], None],
-    when: Callable[[Gate, Path], None],
-) -> None:
+    tmp_path,
+    whole,
+    framework,
+    befall,
+    when,
+):
     gate = Gate(tmp_path / "gate").close(1)
     with started("run", "-n", 4, digits(tmp_path, framework)) as child:
         when(gate, tmp_path / "run")
@@ -148,7 +148,7 @@ def test_a_run_that_loses_a_rank_or_its_launcher_ends_as_one_that_does_not(
     assert not leftovers(tmp_path)
 
 
-def test_an_error_of_the_task_that_repeats_at_the_same_step_is_not_tried_a_third_time(tmp_path: Path) -> None:
+def test_an_error_of_the_task_that_repeats_at_the_same_step_is_not_tried_a_third_time(tmp_path):
     file = misbehaving_run(tmp_path, "raise", checkpoint={"enabled": False}, **RESTARTED)
     said = hpctrain("run", "-n", 2, file, code=76, warm="torch")
     attempts = Attempts(RunDir(tmp_path / "run")).all()
@@ -157,12 +157,12 @@ def test_an_error_of_the_task_that_repeats_at_the_same_step_is_not_tried_a_third
 
 
 @pytest.mark.parametrize("mode", ["nan", "raise-in-task"])
-def test_what_would_fail_again_is_final_at_once_or_at_the_second_time(tmp_path: Path, mode: str) -> None:
+def test_what_would_fail_again_is_final_at_once_or_at_the_second_time(tmp_path, mode):
     said = hpctrain("run", "-n", 2, misbehaving_run(tmp_path, mode, **RESTARTED), code=76, warm="torch")
     assert len(Attempts(RunDir(tmp_path / "run")).all()) == (1 if mode == "nan" else 2), said.stderr
 
 
-def test_a_run_that_is_killed_again_and_again_ends_and_says_what_resumes_it(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_again_and_again_ends_and_says_what_resumes_it(tmp_path):
     folder = tmp_path / "it's here"
     folder.mkdir()
     file = misbehaving_run(folder, "kill", **{**RESTARTED, "launch": {"max_failures": 2}})
@@ -175,7 +175,7 @@ def test_a_run_that_is_killed_again_and_again_ends_and_says_what_resumes_it(tmp_
     assert shlex.split(line) == command
 
 
-def test_ctrl_c_ends_a_run_that_was_started_again(tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_run_that_was_started_again(tmp_path):
     sections = {"train": {"steps": 500}, "track": {"every_steps": 1}, "checkpoint": {"every_steps": 2}}
     with started(
         "run", "-n", 2, misbehaving_run(tmp_path, **sections, **RESTARTED), env={"STEP_S": "0.1"}, warm="torch"
@@ -194,7 +194,7 @@ def test_ctrl_c_ends_a_run_that_was_started_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("allowed", "attempts"), [(None, 1), (3, 2)])
-def test_a_plain_command_is_started_again_only_if_asked(tmp_path: Path, allowed: int | None, attempts: int) -> None:
+def test_a_plain_command_is_started_again_only_if_asked(tmp_path, allowed, attempts):
     program = f"echo run >> {shlex.quote(str(tmp_path / 'runs'))}; [ $HPCTRAIN_ATTEMPT = 2 ] || kill -9 $$"
     more = [] if allowed is None else ["--launch.max_failures", str(allowed)]
     words = ["--name", "x", "--run_dir", str(tmp_path / "run"), *more, "--", "bash", "-c", program]

@@ -63,7 +63,7 @@ def weights(run: Path, attempt: int = 1) -> set[str]:
 
 
 @pytest.mark.world_size(4)
-def test_a_killed_rank_costs_no_more_than_the_interval_of_the_memory_tier(tmp_path: Path, memory: Path) -> None:
+def test_a_killed_rank_costs_no_more_than_the_interval_of_the_memory_tier(tmp_path, memory):
     hpctrain("run", "-n", 4, digits(tmp_path / "whole", {}), warm="torch")
     run = tmp_path / "run"
     path, gate = digits(tmp_path, {"every_steps": EVERY, "path": str(memory)}, held_at=48), Gate(tmp_path / "gate")
@@ -87,9 +87,7 @@ def test_a_killed_rank_costs_no_more_than_the_interval_of_the_memory_tier(tmp_pa
 
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("is_damaged", [False, True])
-def test_what_a_failed_run_leaves_is_resumed_on_two_ranks_or_passed_over_if_damaged(
-    tmp_path: Path, memory: Path, is_damaged: bool
-) -> None:
+def test_what_a_failed_run_leaves_is_resumed_on_two_ranks_or_passed_over_if_damaged(tmp_path, memory, is_damaged):
     run, gate = tmp_path / "run", Gate(tmp_path / "gate").close(1)
     path = digits(tmp_path, {"every_steps": EVERY, "path": str(memory)}, every_steps=25, held_at=38)
     with started("run", "-n", 4, path, "--launch.max_failures", 0, warm="torch") as child:
@@ -112,7 +110,7 @@ def test_what_a_failed_run_leaves_is_resumed_on_two_ranks_or_passed_over_if_dama
 
 
 @pytest.mark.world_size(2)
-def test_a_run_whose_folder_is_lost_continues_from_the_object_store(tmp_path: Path, memory: Path) -> None:
+def test_a_run_whose_folder_is_lost_continues_from_the_object_store(tmp_path, memory):
     pytest.importorskip("obstore", reason="the extra lake is not installed")
     run, path, gate = tmp_path / "run", digits(tmp_path, {}, every_steps=20, held_at=90), Gate(tmp_path / "gate")
     hpctrain("run", "-n", 2, path, "--train.steps", 100, warm="torch")

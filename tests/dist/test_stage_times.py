@@ -39,7 +39,7 @@ def layers(folder: Path, name: str) -> list[tuple[int, ...]]:
     return [event.layers for event in RunView(folder / name).history().all(RunStarted)]
 
 
-def test_stages_are_cut_where_their_times_are_equal(found: Launched) -> None:
+def test_stages_are_cut_where_their_times_are_equal(found):
     """The first layer takes longer than all others together; all have equal numbers of parameters."""
     folder, _ = found()
     assert layers(folder, "timed") == [(1, uneven_stages.LAYERS - 1)]
@@ -48,7 +48,7 @@ def test_stages_are_cut_where_their_times_are_equal(found: Launched) -> None:
     assert noted["seconds"][0] >= uneven_stages.PAUSE_S > 5 * max(noted["seconds"][1:])
 
 
-def test_what_was_timed_trains_as_one_process_does(found: Launched) -> None:
+def test_what_was_timed_trains_as_one_process_does(found):
     """Each layer runs twice per update, and its counter contains nothing else, such as the timing."""
     _, results = found()
     model, samples = uneven_stages.chain(slow=-1), uneven_stages.data()
@@ -66,7 +66,7 @@ def test_what_was_timed_trains_as_one_process_does(found: Launched) -> None:
     assert second == {f"{number}.passes": 8 for number in range(1, uneven_stages.LAYERS)}
 
 
-def test_a_resumed_run_keeps_its_stages_and_their_random_numbers(found: Launched) -> None:
+def test_a_resumed_run_keeps_its_stages_and_their_random_numbers(found):
     """By then another layer is the slow one, as a new run finds."""
     folder, results = found()
     assert layers(folder, "other") == [(uneven_stages.LAYERS - 1, 1)]
@@ -74,7 +74,7 @@ def test_a_resumed_run_keeps_its_stages_and_their_random_numbers(found: Launched
     assert results["begun"]["losses"] + results["ended"]["losses"] == results["noisy"]["losses"]
 
 
-def test_a_task_says_which_layers_each_stage_has(found: Launched) -> None:
+def test_a_task_says_which_layers_each_stage_has(found):
     folder, results = found()
     assert layers(folder, "given") == [(4, 2)]
     np.testing.assert_allclose(results["given"]["losses"], results["timed"]["losses"], rtol=0, atol=1e-12)
@@ -83,7 +83,7 @@ def test_a_task_says_which_layers_each_stage_has(found: Launched) -> None:
     assert said in results["three"]["error"]
 
 
-def test_operations_of_all_stages_are_counted(found: Launched) -> None:
+def test_operations_of_all_stages_are_counted(found):
     """Matrix-vector products in each layer: forward, plus twice as much backward; averaged over both stages."""
     folder, _ = found()
     data = RunView(folder / "timed").history()

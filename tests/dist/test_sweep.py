@@ -18,7 +18,7 @@ LIMIT_S = 280 if RANKS <= 2 else 1500
 OWN_STATISTICS = {"BatchNormalization", *(f"{lazy}BatchNorm{axes}d" for lazy in ("", "Lazy") for axes in (1, 2, 3))}
 """Layers that normalise over each rank's part of the batch, as docs/numerics.md says."""
 
-pytestmark = [pytest.mark.world_size(RANKS), pytest.mark.slow]
+pytestmark = pytest.mark.world_size(RANKS)
 
 
 @functools.cache
@@ -36,19 +36,19 @@ def is_right(name: str, found: dict[str, Any]) -> bool:
 
 @pytest.mark.timeout(LIMIT_S + 20)
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
-def test_ranks_train_as_one_process_does(framework: str) -> None:
+def test_ranks_train_as_one_process_does(framework):
     found = swept(framework)["found"]
     wrong = [f"{name}: {each}" for name, each in found.items() if not is_right(name, each)]
     assert len(found) > 60 and not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
-def test_every_class_with_weights_has_a_case(framework: str) -> None:
+def test_every_class_with_weights_has_a_case(framework):
     assert swept(framework)["missing"] == [], f"add them to tests/tasks/{framework}_*.py"
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
-def test_statistics_of_each_ranks_part_do_matter(framework: str) -> None:
+def test_statistics_of_each_ranks_part_do_matter(framework):
     found = swept(framework)["found"]
     own = [found[name] for name in OWN_STATISTICS & found.keys()]
     assert own and all(each["difference"] > 5 * each["accuracy"] for each in own), "far more than rounding"

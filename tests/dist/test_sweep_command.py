@@ -1,9 +1,6 @@
 """A sweep with real ranks: learning rates of the run file's optimizer, a stop, and the table."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -26,7 +23,7 @@ RUN = "name: wave\ntask: wave.py:task\noptimizer: {name: sgd}\ntrain: {steps: 8,
 
 
 @pytest.mark.tour
-def test_rates_are_swept_and_a_longer_sweep_resumes_each(tmp_path: Path) -> None:
+def test_rates_are_swept_and_a_longer_sweep_resumes_each(tmp_path):
     (tmp_path / "wave.py").write_text(TASK)
     (tmp_path / "run.yaml").write_text(RUN)
     words = ["sweep", "run.yaml", "-n", "2", "--optimizer.lr", "1e-4,1e-1", "--json"]

@@ -31,7 +31,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], tuple[Path, 
 
 
 @pytest.mark.parametrize("name", ["group", "rows", "compiled"])
-def test_every_exchange_is_exact(found: Callable[[], tuple[Path, Found]], name: str) -> None:
+def test_every_exchange_is_exact(found, name):
     """By gloo with whole activations and with rows; by MPI with rows, in compiled layers that recompute."""
     folder, results = found()
     require_near(results[name]["losses"], results["alone"]["losses"])

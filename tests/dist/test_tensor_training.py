@@ -51,7 +51,7 @@ def begins_of(store: CheckpointStore, step: int, name: str, axis: int) -> set[in
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_cut_layers_train_as_whole_ones_do(found: Callable[[], tuple[Path, Found]], name: str) -> None:
+def test_cut_layers_train_as_whole_ones_do(found, name):
     """With accumulation, clipping, weight decay on matrices only, moving averages, tied and fused weights."""
     folder, results = found()
     one = results[wanted_of(name)]
@@ -62,7 +62,7 @@ def test_cut_layers_train_as_whole_ones_do(found: Callable[[], tuple[Path, Found
 
 
 @pytest.mark.parametrize(("name", "whole"), [("gpt-2", "gpt"), ("gpt-4", "gpt-plain"), ("gpt-stages", "gpt-plain")])
-def test_the_ready_gpt_trains_as_in_one_process(found: Callable[[], tuple[Path, Found]], name: str, whole: str) -> None:
+def test_the_ready_gpt_trains_as_in_one_process(found, name, whole):
     """Grouped heads, SwiGLU, tied and untied ends, a loss with classes split over ranks, and a pipeline of it."""
     folder, results = found()
     require_near(results[name]["losses"], results[whole]["losses"])
@@ -74,16 +74,14 @@ def test_the_ready_gpt_trains_as_in_one_process(found: Callable[[], tuple[Path, 
 
 
 @pytest.mark.parametrize(("name", "tensor"), [("horovod", 2), ("auto", 2), ("all-four", 4), ("sharded", 2)])
-def test_what_is_not_cut_stays_equal_bit_for_bit(
-    found: Callable[[], tuple[Path, Found]], name: str, tensor: int
-) -> None:
+def test_what_is_not_cut_stays_equal_bit_for_bit(found, name, tensor):
     hashes = found()[1][name]["hashes"]
     assert len({shared for _, shared in hashes}) == 1
     assert [own for own, _ in hashes[tensor:]] == [own for own, _ in hashes[:-tensor]]
     assert len({own for own, _ in hashes}) == tensor
 
 
-def test_every_plan_goes_on_where_another_one_stopped(found: Callable[[], tuple[Path, Found]]) -> None:
+def test_every_plan_goes_on_where_another_one_stopped(found):
     """Two ranks per model, four, one, two, and one process: same samples, and same final state."""
     folder, results = found()
     losses = [loss for step in range(2, 7) for loss in results[f"chain-{step}"]["losses"]]
@@ -98,9 +96,7 @@ def test_every_plan_goes_on_where_another_one_stopped(found: Callable[[], tuple[
 
 
 @pytest.mark.parametrize("end", ["chain", "fork"])
-def test_optimizers_that_are_cut_twice_go_on_at_every_other_plan(
-    found: Callable[[], tuple[Path, Found]], end: str
-) -> None:
+def test_optimizers_that_are_cut_twice_go_on_at_every_other_plan(found, end):
     """Two ranks per model with a sharded optimizer, before and after four ranks per model, whole models with a sharded
     optimizer, and whole ones on four ranks or in one process."""
     folder, results = found()
@@ -111,7 +107,7 @@ def test_optimizers_that_are_cut_twice_go_on_at_every_other_plan(
     assert verify_checkpoint(CheckpointStore(folder / "sharded-chain" / "checkpoints"), 5).problems == ()
 
 
-def test_each_rank_has_its_share_of_what_its_group_has(found: Callable[[], tuple[Path, Found]]) -> None:
+def test_each_rank_has_its_share_of_what_its_group_has(found):
     """Half of AdamW's two moments, up to half a row of each at the cut."""
     results = found()[1]
     whole, halves = results["horovod"]["slots"], results["sharded"]["slots"]
@@ -120,14 +116,14 @@ def test_each_rank_has_its_share_of_what_its_group_has(found: Callable[[], tuple
     assert halves[0] == halves[1] and halves[2] == halves[3], "of a group, all ranks have the same rows"
 
 
-def test_initial_weights_are_cut_as_they_are_read(found: Callable[[], tuple[Path, Found]]) -> None:
+def test_initial_weights_are_cut_as_they_are_read(found):
     folder, results = found()
     require_near(results["initial"]["losses"], results["alone-initial"]["losses"])
     assert results["initial"]["losses"][0] < results["adamw"]["losses"][3]
     require_same_state(folder, "initial", "alone-initial", 1, least=80)
 
 
-def test_predictions_are_written_once(found: Callable[[], tuple[Path, Found]]) -> None:
+def test_predictions_are_written_once(found):
     """The first rank of each tensor group writes them; all compute them."""
     folder, _ = found()
     predicted = [predictions(folder, name) for name in ("all-four", "horovod", "adamw")]
@@ -135,7 +131,7 @@ def test_predictions_are_written_once(found: Callable[[], tuple[Path, Found]]) -
         require_near(each, predicted[2])
 
 
-def test_dropout_differs_where_values_are_cut_and_nowhere_else(found: Callable[[], tuple[Path, Found]]) -> None:
+def test_dropout_differs_where_values_are_cut_and_nowhere_else(found):
     drawn = found()[1]["noisy"]["drawn"]
     first, second, third, fourth = drawn["outer"]
     assert first == second != third == fourth
@@ -143,18 +139,18 @@ def test_dropout_differs_where_values_are_cut_and_nowhere_else(found: Callable[[
     assert len(set(drawn["inner"])) == 4
 
 
-def test_random_streams_go_on_after_a_resume(found: Callable[[], tuple[Path, Found]]) -> None:
+def test_random_streams_go_on_after_a_resume(found):
     results = found()[1]
     assert results["begun"]["losses"] + results["ended"]["losses"] == results["noisy"]["losses"]
     assert results["ended"]["hashes"] == results["noisy"]["hashes"]
 
 
-def test_low_precision_stays_near(found: Callable[[], tuple[Path, Found]]) -> None:
+def test_low_precision_stays_near(found):
     results = found()[1]
     np.testing.assert_allclose(results["bf16"]["losses"], results["adamw"]["losses"][:3], rtol=0.02)
 
 
-def test_what_would_train_wrongly_is_refused(found: Callable[[], tuple[Path, Found]]) -> None:
+def test_what_would_train_wrongly_is_refused(found):
     results = found()[1]
     assert "the gradient of blocks.0.inner_norm.weight differs between ranks" in results["inner-norm"]["error"]
     assert "the gradient of blocks.1.inner_norm.bias differs between ranks" in results["sharded-inner-norm"]["error"]

@@ -1,14 +1,12 @@
 """Every TensorFlow reducer gives the exact sum of the values sent, bitwise identical on all ranks."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.mpi import printed
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.world_size(n)) for n in (2, 4)])
-def test_sums_are_exact_and_equal_on_all_ranks(ranks: int) -> None:
+def test_sums_are_exact_and_equal_on_all_ranks(ranks):
     found = printed(ranks, "tensorflow_sums.py", warm="tensorflow")
     by_mpi = {"mpi-node", "mpi-pieces", "mpi-flat", "mpi-flat-fp16", "mpi-flat-bf16"}
     wide = {f"{name} in float64" for name in ("mpi-node", "mpi-flat", "horovod-flat")}

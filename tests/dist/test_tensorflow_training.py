@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import h5py
@@ -47,7 +46,7 @@ def require_same_training(losses: list[float], wanted: list[float]) -> None:
 
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize(("ranks", "reducer"), [(ranks, name) for ranks in REDUCERS for name in REDUCERS[ranks]])
-def test_ranks_train_as_a_plain_loop_does(ranks: int, reducer: str) -> None:
+def test_ranks_train_as_a_plain_loop_does(ranks, reducer):
     found = results(ranks)[reducer]
     assert len(found["losses"]) == 50
     require_same_training(found["losses"], by_hand())
@@ -60,7 +59,7 @@ def test_ranks_train_as_a_plain_loop_does(ranks: int, reducer: str) -> None:
     ("ranks", "scenario"),
     [*((ranks, name) for ranks in (2, 4) for name in ("accumulate", "clip", "weighted")), (2, "wide")],
 )
-def test_the_number_of_ranks_changes_nothing(ranks: int, scenario: str) -> None:
+def test_the_number_of_ranks_changes_nothing(ranks, scenario):
     found = results(ranks)[scenario]
     require_same_training(found["losses"], results(1)[scenario]["losses"])
     assert len(set(found["hashes"])) == 1
@@ -69,7 +68,7 @@ def test_the_number_of_ranks_changes_nothing(ranks: int, scenario: str) -> None:
 
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_batchnorm_over_all_ranks_is_that_of_one_process(ranks: int) -> None:
+def test_batchnorm_over_all_ranks_is_that_of_one_process(ranks):
     found, wanted = results(ranks)["joined"], results(1)["joined"]
     np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=1e-9)
     assert len(set(found["hashes"])) == len(set(found["uneven"])) == 1, "moving statistics included"
@@ -78,7 +77,7 @@ def test_batchnorm_over_all_ranks_is_that_of_one_process(ranks: int) -> None:
 
 
 @pytest.mark.world_size(2)
-def test_rows_of_embeddings_train_as_one_process_does() -> None:
+def test_rows_of_embeddings_train_as_one_process_does():
     found, one = results(2)["tables"], results(1)["tables"]
     assert list(found) == ["sgd, mpi", "sgd, horovod", "adagrad, mpi", "clipped momentum, mpi", "adam, mpi"]
     for name, run_ in found.items():
@@ -89,7 +88,7 @@ def test_rows_of_embeddings_train_as_one_process_does() -> None:
 
 
 @pytest.mark.world_size(4)
-def test_accumulation_is_one_larger_batch_and_clipping_and_weights_are_not() -> None:
+def test_accumulation_is_one_larger_batch_and_clipping_and_weights_are_not():
     found = results(1)
     require_same_training(found["accumulate"]["losses"], by_hand())
     for other in ("clip", "weighted"):
@@ -98,7 +97,7 @@ def test_accumulation_is_one_larger_batch_and_clipping_and_weights_are_not() -> 
 
 
 @pytest.mark.world_size(2)
-def test_without_the_exchange_these_tests_fail() -> None:
+def test_without_the_exchange_these_tests_fail():
     found = results(2)["sabotaged"]
     assert len(set(found["hashes"])) == 2
     with pytest.raises(AssertionError):
@@ -107,7 +106,7 @@ def test_without_the_exchange_these_tests_fail() -> None:
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("wire", ["fp16-wire", "bf16-wire"])
-def test_sixteen_bits_on_the_wire_stay_near_and_equal_on_all_ranks(wire: str) -> None:
+def test_sixteen_bits_on_the_wire_stay_near_and_equal_on_all_ranks(wire):
     found = results(2)[wire]
     assert len(set(found["hashes"])) == 1
     assert found["losses"] != results(2)["mpi"]["losses"]
@@ -116,20 +115,20 @@ def test_sixteen_bits_on_the_wire_stay_near_and_equal_on_all_ranks(wire: str) ->
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_learns_and_stays_equal_on_all_ranks(precision: str) -> None:
+def test_half_precision_learns_and_stays_equal_on_all_ranks(precision):
     found = results(2)[precision]
     assert len(set(found["hashes"])) == 1
     assert np.mean(found["losses"][-7:]) < 0.6 * np.mean(found["losses"][:7])
 
 
 @pytest.mark.world_size(2)
-def test_a_loss_that_is_not_finite_is_raised_on_all_ranks_and_names_the_one_at_fault() -> None:
+def test_a_loss_that_is_not_finite_is_raised_on_all_ranks_and_names_the_one_at_fault():
     found = results(2)["not_finite"]
     assert found == {"ranks": [[1], [1]], "unchanged": [True, True]}
 
 
 @pytest.mark.world_size(2)
-def test_noise_differs_between_ranks() -> None:
+def test_noise_differs_between_ranks():
     mine, others = results(2)["noises"]["seeds"]
     assert len(mine) == 3
     assert all(one != other for one, other in zip(mine, others, strict=True))
@@ -137,7 +136,7 @@ def test_noise_differs_between_ranks() -> None:
 
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_evaluation_and_prediction_do_not_depend_on_the_ranks(ranks: int) -> None:
+def test_evaluation_and_prediction_do_not_depend_on_the_ranks(ranks):
     found, wanted = results(ranks)["evaluated"], results(1)["evaluated"]
     for name in ("loss", "accuracy"):
         totals = np.sum([part[name] for rank in found["sums"] for part in rank], axis=0)
@@ -147,7 +146,7 @@ def test_evaluation_and_prediction_do_not_depend_on_the_ranks(ranks: int) -> Non
 
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_metrics_say_what_they_say_of_all_samples_at_once(ranks: int) -> None:
+def test_metrics_say_what_they_say_of_all_samples_at_once(ranks):
     from sklearn.metrics import f1_score, jaccard_score, precision_score, roc_auc_score  # takes seconds
 
     found = results(ranks)["judged"]
@@ -170,7 +169,7 @@ def test_metrics_say_what_they_say_of_all_samples_at_once(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.world_size(n)) for n in (1, 2)])
-def test_a_loop_of_ones_own_in_under_40_lines(ranks: int) -> None:
+def test_a_loop_of_ones_own_in_under_40_lines(ranks):
     program = ROOT / "examples" / "own_loop_keras.py"
     assert len([line for line in program.read_text().splitlines() if line.strip()]) < 40
     result = mpirun(ranks, program, warm="tensorflow")
@@ -181,7 +180,7 @@ def test_a_loop_of_ones_own_in_under_40_lines(ranks: int) -> None:
 
 @pytest.mark.tour
 @pytest.mark.world_size(2)
-def test_a_subclassed_transformer_trains_and_is_exported(tmp_path: Path) -> None:
+def test_a_subclassed_transformer_trains_and_is_exported(tmp_path):
     task = f"{ROOT}/tests/tasks/tensorflow_subclassed_task.py:task"
     run = write_run(tmp_path, task=task, train={"steps": 3, "global_batch": 24}, checkpoint={"every_steps": 3})
     hpctrain("run", "-n", 2, run, cwd=tmp_path, warm="tensorflow")

@@ -32,21 +32,21 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 @pytest.mark.parametrize(
     "plan", ["two", "four", "recompute", "hybrid", "gradients", "gradients-hybrid", "nodes", "offload"]
 )
-def test_numbers_are_those_of_one_process(results: Results, plan: str) -> None:
+def test_numbers_are_those_of_one_process(results, plan):
     """Parameters, averages and slots after 6 updates, with accumulation, clipping and weight decay by group."""
     found = results()["plans"][plan]
     assert found["ids"]
     assert found["difference"] <= 1e-12
 
 
-def test_a_run_goes_on_at_any_other_plan(results: Results) -> None:
+def test_a_run_goes_on_at_any_other_plan(results):
     """Sharded parameters on 2 ranks, whole on 4, optimizer on 2, cut and sharded on 4, gradients on 2, one process."""
     found = results()["plans"]["chain"]
     assert found["ids"]
     assert found["difference"] <= 1e-12
 
 
-def test_checkpoints_hold_whole_tensors(results: Results) -> None:
+def test_checkpoints_hold_whole_tensors(results):
     found = results()["plans"]
     assert found["problems"] == []
     assert found["shapes"]["same"]
@@ -55,7 +55,7 @@ def test_checkpoints_hold_whole_tensors(results: Results) -> None:
 
 
 @pytest.mark.parametrize("plan", ["two", "four", "gradients", "optimizer", "named", "chain"])
-def test_a_keras_model_trains_as_on_one_process(results: Results, plan: str) -> None:
+def test_a_keras_model_trains_as_on_one_process(results, plan):
     """With masks, losses of weights, regularizers, a layer that is called twice, and a frozen one."""
     found = results()["keras_blocks"][plan]
     assert found["ids"]
@@ -75,7 +75,7 @@ OPENED = {
 
 
 @pytest.mark.parametrize("plan", OPENED)
-def test_layers_and_stages_exchange_by_groups_of_torch_as_on_gpus(results: Results, plan: str) -> None:
+def test_layers_and_stages_exchange_by_groups_of_torch_as_on_gpus(results, plan):
     """Parameters, averages and slots after 6 updates, with clipping, and with uneven or few micro-batches."""
     found = results()["exchanges"][plan]
     assert found["opened"] == OPENED[plan].split()
@@ -93,13 +93,13 @@ def test_layers_and_stages_exchange_by_groups_of_torch_as_on_gpus(results: Resul
         ("ended", "add up something"),
     ],
 )
-def test_waits_for_ranks_that_are_lost_end_with_a_sentence(results: Results, wait: str, what: str) -> None:
+def test_waits_for_ranks_that_are_lost_end_with_a_sentence(results, wait, what):
     said = results()["lost"][wait]
     assert re.match(rf"rank 0 of 2 waited \d+ s for the other ranks to {what}: .", said)
 
 
 @pytest.mark.parametrize("case", ["mean", "weighted", "adagrad", "gradients"])
-def test_sizes_that_divide_by_nothing_and_ranks_without_samples(results: Results, case: str) -> None:
+def test_sizes_that_divide_by_nothing_and_ranks_without_samples(results, case):
     found = results()["uneven"][case]
     assert found["difference"] <= 1e-12
     for largest, together, whole in zip(found["largest"], found["together"], found["whole"], strict=True):
@@ -108,37 +108,37 @@ def test_sizes_that_divide_by_nothing_and_ranks_without_samples(results: Results
 
 
 @pytest.mark.parametrize("plan", ["parameters", "gradients"])
-def test_layers_that_are_frozen_at_times_and_updates_that_are_left_out(results: Results, plan: str) -> None:
+def test_layers_that_are_frozen_at_times_and_updates_that_are_left_out(results, plan):
     assert results()["frozen"][plan] < 1e-5
     for before, spoiled, after in results()["frozen"][f"{plan} overflow"]:
         assert before == spoiled != after
 
 
-def test_layers_of_torch_that_use_their_weights_in_other_ways(results: Results) -> None:
+def test_layers_of_torch_that_use_their_weights_in_other_ways(results):
     assert results()["layers"]["difference"] <= 1e-12
 
 
-def test_a_loss_that_holds_gradients_is_refused(results: Results) -> None:
+def test_a_loss_that_holds_gradients_is_refused(results):
     for said in results()["layers"]["said"]:
         assert said.startswith("the task's loss has no gradient while parallel.shard gathers layers: ")
 
 
-def test_ranks_that_compute_different_layers_end_with_their_names(results: Results) -> None:
+def test_ranks_that_compute_different_layers_end_with_their_names(results):
     for said in results()["apart"]["said"]:
         assert said["order"].endswith("one has reached layers.0, another layers.1")
         assert said["number"].endswith("one has reached layers.1, another the end of a forward pass")
 
 
-def test_ranks_compare_layers_in_the_first_updates_only(results: Results) -> None:
+def test_ranks_compare_layers_in_the_first_updates_only(results):
     assert results()["apart"]["hooks"] == [4, 0], "two layers, the model, and the end of its forward pass"
 
 
-def test_hosts_that_run_ahead_compare_layers_at_the_end_of_a_pass(results: Results) -> None:
+def test_hosts_that_run_ahead_compare_layers_at_the_end_of_a_pass(results):
     for said in results()["apart"]["at the end"]:
         assert said.endswith("one has reached the end of a forward pass, another layers.1")
 
 
-def test_no_more_than_two_layers_and_the_root_are_copied_to_16_bits(results: Results) -> None:
+def test_no_more_than_two_layers_and_the_root_are_copied_to_16_bits(results):
     """At the end of a forward pass, besides activations of a few samples; and the model trains as a replicated one."""
     found = results()["halves"]
     most = 2 * found["layer"] + found["root"] + found["activations"]
@@ -147,21 +147,21 @@ def test_no_more_than_two_layers_and_the_root_are_copied_to_16_bits(results: Res
     np.testing.assert_allclose(found["sharded"]["losses"], found["whole"]["losses"], rtol=0.02)
 
 
-def test_parameters_that_get_other_memory_are_refused(results: Results) -> None:
+def test_parameters_that_get_other_memory_are_refused(results):
     for said in results()["apart"]["said"]:
         assert said["memory"].startswith(
             "the task has given layers.0.weight other memory (.data = ...), which has no effect"
         )
 
 
-def test_process_groups_meet_over_mpi(results: Results) -> None:
+def test_process_groups_meet_over_mpi(results):
     found = results()["groups"]
     assert not found["is_open"]
     of_all = [6.0, 10.0, 14.0]
     assert found["sums"] == [[of_all, [2.0, 4.0, 6.0] if rank % 2 == 0 else [4.0, 6.0, 8.0]] for rank in range(4)]
 
 
-def test_runs_evaluate_and_predict_as_others_do(results: Results) -> None:
+def test_runs_evaluate_and_predict_as_others_do(results):
     """20 samples on 4 ranks, so that ranks have different numbers of evaluation batches."""
     found = results()["runs"]
     assert found["run"]["reducer"] == "gloo-sharded"
@@ -170,27 +170,27 @@ def test_runs_evaluate_and_predict_as_others_do(results: Results) -> None:
     assert found["run"]["metrics"]["loss"] == pytest.approx(found["whole"]["metrics"]["loss"], abs=1e-12)
 
 
-def test_initial_weights_are_cut_as_they_are_read(results: Results) -> None:
+def test_initial_weights_are_cut_as_they_are_read(results):
     found = results()["runs"]
     np.testing.assert_allclose(found["initial"]["losses"], found["initial-whole"]["losses"], rtol=0, atol=1e-12)
     assert found["initial"]["losses"][0] < found["run"]["losses"][2]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_low_precision_stays_near(results: Results, precision: str) -> None:
+def test_low_precision_stays_near(results, precision):
     found = results()["runs"]
     np.testing.assert_allclose(found[precision]["losses"], found["whole"]["losses"][:2], rtol=0.02)
 
 
 @pytest.mark.parametrize("plan", ["cut", "hybrid"])
-def test_cut_layers_that_compute_again_train_to_the_same_bits(results: Results, plan: str) -> None:
+def test_cut_layers_that_compute_again_train_to_the_same_bits(results, plan):
     """With dropout, for whole parameters and for parameters sharded by rows."""
     found = results()["runs"]
     assert found[f"{plan}, again"] == found[f"{plan}, kept"]
     assert found[f"{plan}, kept"]["losses"] != found["run"]["losses"], "something was dropped"
 
 
-def test_what_cannot_be_sharded_is_refused(results: Results) -> None:
+def test_what_cannot_be_sharded_is_refused(results):
     found = results()["runs"]
     assert "Adafactor does not update the rows of words.weight by themselves" in found["adafactor"]["error"]
     assert "call the model and its layers, not methods" in found["by layers"]["error"]

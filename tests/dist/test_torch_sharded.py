@@ -60,14 +60,14 @@ def require_shares(found: Any) -> None:
 
 @pytest.mark.parametrize("shard", ["optimizer", GROUP])
 @pytest.mark.parametrize(("ranks", "name"), tried(BY_ROWS))
-def test_optimizers_that_go_by_elements_are_cut_by_rows(results: Any, ranks: int, name: str, shard: str) -> None:
+def test_optimizers_that_go_by_elements_are_cut_by_rows(results, ranks, name, shard):
     found = results(ranks, shard)["optimizers"][name]
     require_exact(found)
     require_shares(found)
 
 
 @pytest.mark.parametrize(("ranks", "name"), tried(WHOLE))
-def test_optimizers_that_look_at_tensors_keep_them_whole(results: Any, ranks: int, name: str) -> None:
+def test_optimizers_that_look_at_tensors_keep_them_whole(results, ranks, name):
     found = results(ranks)["optimizers"][name]
     require_exact(found)
     assert sum(rank["bytes"] for rank in found["ranks"]) == found["bytes"]
@@ -75,7 +75,7 @@ def test_optimizers_that_look_at_tensors_keep_them_whole(results: Any, ranks: in
         assert not any(rank["cut"] for rank in found["ranks"])
 
 
-def test_ranks_that_share_no_memory_send_messages(results: Any) -> None:
+def test_ranks_that_share_no_memory_send_messages(results):
     found = results(4)["messages"]
     require_exact(found)
     require_shares(found)
@@ -83,7 +83,7 @@ def test_ranks_that_share_no_memory_send_messages(results: Any) -> None:
 
 @pytest.mark.parametrize(("name", "kind"), [("node", "ShmSharded"), ("mpi", "MpiSharded"), ("large", "MpiSharded")])
 @RANKS
-def test_sums_and_parameters_arrive(results: Any, ranks: int, name: str, kind: str) -> None:
+def test_sums_and_parameters_arrive(results, ranks, name, kind):
     found = results(ranks)["exchanges"][name]
     assert found["kind"] == kind
     assert all(all(rank) for rank in found["right"])
@@ -91,13 +91,13 @@ def test_sums_and_parameters_arrive(results: Any, ranks: int, name: str, kind: s
 
 @pytest.mark.parametrize("shard", ["optimizer", GROUP])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_on_one_node_the_bits_are_those_of_a_replicated_run(results: Any, precision: str, shard: str) -> None:
+def test_on_one_node_the_bits_are_those_of_a_replicated_run(results, precision, shard):
     hashes = results(2, shard)["bits"][precision]
     assert len({one for rank in hashes for one in rank}) == 1
 
 
 @pytest.mark.parametrize("shard", ["optimizer", GROUP])
-def test_an_overflow_leaves_the_update_out_on_all_ranks(results: Any, shard: str) -> None:
+def test_an_overflow_leaves_the_update_out_on_all_ranks(results, shard):
     hashes = results(2, shard)["overflow"]["hashes"]
     for before, spoiled, after in hashes:
         assert before == spoiled != after
@@ -105,7 +105,7 @@ def test_an_overflow_leaves_the_update_out_on_all_ranks(results: Any, shard: str
 
 
 @pytest.mark.parametrize("shard", ["optimizer", GROUP])
-def test_several_optimizers_of_an_own_step_are_sharded_apart(results: Any, shard: str) -> None:
+def test_several_optimizers_of_an_own_step_are_sharded_apart(results, shard):
     from tests.tasks import torch_own_steps as own  # takes seconds
 
     found = results(2, shard)["own_steps"]
@@ -114,26 +114,26 @@ def test_several_optimizers_of_an_own_step_are_sharded_apart(results: Any, shard
 
 
 @pytest.mark.parametrize("shard", ["optimizer", GROUP])
-def test_parameters_that_a_task_gives_other_memory_go_on_being_trained(results: Any, shard: str) -> None:
+def test_parameters_that_a_task_gives_other_memory_go_on_being_trained(results, shard):
     assert len({one for rank in results(2, shard)["replaced"]["hashes"] for one in rank}) == 1
 
 
-def test_an_optimizer_that_gets_parameters_later_is_refused(results: Any) -> None:
+def test_an_optimizer_that_gets_parameters_later_is_refused(results):
     for said in results(2)["grown"]["said"]:
         assert said.startswith("an optimizer was given 0.bias after the run had begun")
 
 
 @pytest.mark.parametrize("shard", ["optimizer", GROUP])
-def test_layers_that_are_frozen_at_times_train_as_in_one_process(results: Any, shard: str) -> None:
+def test_layers_that_are_frozen_at_times_train_as_in_one_process(results, shard):
     assert max(results(2, shard)["frozen"]["differences"]) < 1e-5
 
 
-def test_an_unknown_optimizer_is_refused_on_all_ranks(results: Any) -> None:
+def test_an_unknown_optimizer_is_refused_on_all_ranks(results):
     said = results(2)["unknown"]["said"]
     assert all(each.startswith("parallel.shard is optimizer, and Coupled may update") for each in said)
 
 
-def test_any_state_resumes_on_any_ranks_sharded_or_not(results: Any) -> None:
+def test_any_state_resumes_on_any_ranks_sharded_or_not(results):
     found = results(4)["resumed"]
     assert len(found) == 12
     for resumed in found.values():
@@ -141,5 +141,5 @@ def test_any_state_resumes_on_any_ranks_sharded_or_not(results: Any) -> None:
         assert resumed["difference"] <= 1e-12
 
 
-def test_a_rank_with_fewer_passes_adds_zeros_to_those_of_others(results: Any) -> None:
+def test_a_rank_with_fewer_passes_adds_zeros_to_those_of_others(results):
     assert max(results(4, GROUP)["uneven"]["differences"]) <= 1e-12

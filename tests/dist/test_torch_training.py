@@ -74,7 +74,7 @@ def require_equal_ranks(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "reducer"), [(ranks, name) for ranks in REDUCERS for name in REDUCERS[ranks]])
-def test_ranks_train_as_a_plain_loop_does(ranks: int, reducer: str) -> None:
+def test_ranks_train_as_a_plain_loop_does(ranks, reducer):
     found = results(ranks)[reducer]
     assert len(found["losses"]) == 50
     require_same_training(found["losses"], by_hand())
@@ -85,28 +85,28 @@ def test_ranks_train_as_a_plain_loop_does(ranks: int, reducer: str) -> None:
         assert found["reducer"] == "gloo-overlap"
 
 
-def test_two_ranks_sum_to_the_bits_of_shared_memory_by_each_exact_reducer() -> None:
+def test_two_ranks_sum_to_the_bits_of_shared_memory_by_each_exact_reducer():
     found = results(2)
     wanted = found["mpi-node"]["hashes"]
     assert all(found[reducer]["hashes"] == wanted for reducer in REDUCERS[2])
 
 
 @pytest.mark.parametrize(("ranks", "option"), [(ranks, name) for ranks in OPTIONS for name in OPTIONS[ranks]])
-def test_accumulation_clipping_and_weights_are_exact(ranks: int, option: str) -> None:
+def test_accumulation_clipping_and_weights_are_exact(ranks, option):
     found = results(ranks)[option]
     require_same_training(found["losses"], by_hand(option.partition("-")[0].replace("accumulate", "mean")))
     require_equal_ranks(found)
 
 
 @pytest.mark.parametrize("plan", ["mpi-overlap", "horovod-flat", "gloo-overlap", "optimizer"])
-def test_complex_parameters_train_as_on_one_rank(plan: str) -> None:
+def test_complex_parameters_train_as_on_one_rank(plan):
     found, wanted = results(2)["spectral"][plan], results(1)["spectral"][plan]
     require_same_training(found["losses"], wanted["losses"], rtol=1e-12)  # fp64, another order of sums
     require_equal_ranks(found)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_batchnorm_over_all_ranks_is_that_of_one_process(ranks: int) -> None:
+def test_batchnorm_over_all_ranks_is_that_of_one_process(ranks):
     found, wanted = results(ranks)["joined"], results(1)["joined"]
     require_same_training(found["losses"], wanted["losses"], rtol=1e-9)
     require_equal_ranks(found)
@@ -117,7 +117,7 @@ def test_batchnorm_over_all_ranks_is_that_of_one_process(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("plan", ["overlap", "device", "recompute", "optimizer", "parameters"])
-def test_layers_compiled_one_by_one_train_as_eager_ones(plan: str) -> None:
+def test_layers_compiled_one_by_one_train_as_eager_ones(plan):
     found = results(2)["compiled"]
     assert found[f"{plan} True layers"] == 2
     require_same_training(found[f"{plan} True"], found[f"{plan} False"], rtol=1e-5)  # fp32, another order of sums
@@ -133,7 +133,7 @@ def test_layers_compiled_one_by_one_train_as_eager_ones(plan: str) -> None:
         (2, "own-weighted", "weighted"),
     ],
 )
-def test_own_steps_do_what_a_loop_written_by_hand_does(ranks: int, scenario: str, kind: str) -> None:
+def test_own_steps_do_what_a_loop_written_by_hand_does(ranks, scenario, kind):
     from tests.tasks import torch_own_steps as own  # takes seconds
 
     found = own_results(ranks)[scenario]
@@ -147,7 +147,7 @@ def test_own_steps_do_what_a_loop_written_by_hand_does(ranks: int, scenario: str
 
 
 @pytest.mark.tour
-def test_batchnorm_over_all_ranks_in_own_steps_is_that_of_one_process() -> None:
+def test_batchnorm_over_all_ranks_in_own_steps_is_that_of_one_process():
     found, wanted = own_results(2)["own-joined"], own_results(1)["own-joined"]
     np.testing.assert_allclose(found["weights"], wanted["weights"], rtol=1e-9, atol=1e-12)
     assert len(set(found["hashes"])) == len(set(found["pieces"])) == 1
@@ -155,7 +155,7 @@ def test_batchnorm_over_all_ranks_in_own_steps_is_that_of_one_process() -> None:
 
 
 @pytest.mark.tour
-def test_ranks_whose_steps_differ_say_so_and_do_not_hang() -> None:
+def test_ranks_whose_steps_differ_say_so_and_do_not_hang():
     for said in own_results(2)["own-apart"]["said"]:
         assert said == [
             "the ranks' steps differ: rank 0 ends its step, and rank 1 calls ctx.update()",
@@ -166,29 +166,29 @@ def test_ranks_whose_steps_differ_say_so_and_do_not_hang() -> None:
 
 
 @pytest.mark.tour
-def test_an_overflow_leaves_out_the_update_of_its_optimizer_on_all_ranks() -> None:
+def test_an_overflow_leaves_out_the_update_of_its_optimizer_on_all_ranks():
     assert own_results(2)["own-overflow"]["moved"] == [[True, False], [True, False]]
 
 
-def test_clipping_and_weights_matter() -> None:
+def test_clipping_and_weights_matter():
     for kind in ("clip", "weighted"):
         with pytest.raises(AssertionError):
             require_same_training(by_hand(kind), by_hand())
 
 
-def test_a_hook_of_the_optimizer_on_one_rank_changes_nothing() -> None:
+def test_a_hook_of_the_optimizer_on_one_rank_changes_nothing():
     found = results(2)["watched"]
     require_same_training(found["losses"], by_hand())
     require_equal_ranks(found)
     assert found["seen"] == [[], [True] * 50]
 
 
-def test_layers_that_are_frozen_at_times_train_as_in_one_process() -> None:
+def test_layers_that_are_frozen_at_times_train_as_in_one_process():
     found = results(2)["frozen"]["differences"]
     assert found and max(value for differences in found for value in differences.values()) < 1e-5, found
 
 
-def test_without_the_exchange_these_tests_fail() -> None:
+def test_without_the_exchange_these_tests_fail():
     found = results(2)["sabotaged"]
     with pytest.raises(AssertionError):
         require_equal_ranks(found)
@@ -208,7 +208,7 @@ def test_without_the_exchange_these_tests_fail() -> None:
         ("fp16", 0.02),
     ],
 )
-def test_low_precision_stays_near_and_ranks_stay_equal(scenario: str, rtol: float) -> None:
+def test_low_precision_stays_near_and_ranks_stay_equal(scenario, rtol):
     found = results(2)[scenario]
     require_same_training(found["losses"], by_hand(), rtol, atol=0.005)
     with pytest.raises(AssertionError):
@@ -216,7 +216,7 @@ def test_low_precision_stays_near_and_ranks_stay_equal(scenario: str, rtol: floa
     require_equal_ranks(found)
 
 
-def test_sparse_gradients_become_dense_or_are_refused() -> None:
+def test_sparse_gradients_become_dense_or_are_refused():
     found = results(2)
     require_same_training(found["sparse"]["losses"], found["dense"]["losses"], 1e-6)
     require_equal_ranks(found["sparse"])
@@ -226,7 +226,7 @@ def test_sparse_gradients_become_dense_or_are_refused() -> None:
 
 @pytest.mark.parametrize("scenario", ["tables", "tables-gloo"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_rows_of_embeddings_travel_alone_and_train_as_whole_tables_do(ranks: int, scenario: str) -> None:
+def test_rows_of_embeddings_travel_alone_and_train_as_whole_tables_do(ranks, scenario):
     """The seventh of nine batches has three samples, so that the last of four ranks has none."""
     found, one = results(ranks)[scenario], results(1)["tables"]
     assert len(found) == 10
@@ -239,26 +239,26 @@ def test_rows_of_embeddings_travel_alone_and_train_as_whole_tables_do(ranks: int
 
 
 @pytest.mark.parametrize("scenario", ["not_finite", "not_finite-gloo"])
-def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(scenario: str) -> None:
+def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(scenario):
     found = results(2)[scenario]
     assert found["ranks"] == [[1], [1]]
     assert found["unchanged"] == [True, True]
 
 
 @pytest.mark.parametrize("scenario", ["overflowing", "overflowing-gloo"])
-def test_an_overflow_skips_the_update_on_all_ranks(scenario: str) -> None:
+def test_an_overflow_skips_the_update_on_all_ranks(scenario):
     assert results(2)[scenario]["after"] == [[True, 0.5], [True, 0.5]]
 
 
 @pytest.mark.parametrize("scenario", ["interrupted", "interrupted-gloo"])
-def test_state_by_name_resumes_bit_for_bit(scenario: str) -> None:
+def test_state_by_name_resumes_bit_for_bit(scenario):
     assert results(2)[scenario]["same"] == [True, True]
 
 
-def test_evaluation_does_not_depend_on_the_number_of_ranks() -> None:
+def test_evaluation_does_not_depend_on_the_number_of_ranks():
     one, two = results(1)["evaluated"], results(2)["evaluated"]
 
-    def means(found: dict[str, Any]) -> dict[str, float]:
+    def means(found):
         parts = [part for rank in found["sums"] for part in rank]
         return {
             name: sum(part[name][0] for part in parts) / sum(part[name][1] for part in parts)
@@ -270,7 +270,7 @@ def test_evaluation_does_not_depend_on_the_number_of_ranks() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_metrics_say_what_they_say_of_all_samples_at_once(ranks: int) -> None:
+def test_metrics_say_what_they_say_of_all_samples_at_once(ranks):
     from sklearn.metrics import f1_score, roc_auc_score  # takes seconds
 
     found = results(ranks)["judged"]
@@ -285,7 +285,7 @@ def test_metrics_say_what_they_say_of_all_samples_at_once(ranks: int) -> None:
     assert found["figures"] == ["confusion", "hard/confusion"]
 
 
-def test_noise_and_statistics_are_each_ranks_own() -> None:
+def test_noise_and_statistics_are_each_ranks_own():
     found = results(2)["noises"]
     first, second = found["drawn"]
     assert first[0] != second[0]
@@ -295,7 +295,7 @@ def test_noise_and_statistics_are_each_ranks_own() -> None:
     assert found["placed"]["model/0.weight"] == "replicated"
 
 
-def test_measuring_leaves_no_trace() -> None:
+def test_measuring_leaves_no_trace():
     found = results(2)["rehearsed"]
     assert found["losses"][0] == found["losses"][1]
     assert {"mpi-node", "horovod-flat", "horovod-overlap"} == set(found["measured"])

@@ -34,7 +34,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], tuple[int, A
 
 
 @pytest.mark.parametrize(("axis", "most"), [("tensor", 0.7), ("pipeline", 0.7), ("shard", 1.0)])
-def test_a_rank_holds_its_part_and_no_more(found: Callable[[], tuple[int, Any]], axis: str, most: float) -> None:
+def test_a_rank_holds_its_part_and_no_more(found, axis, most):
     """A rank's memory is half of the model, plus blocks of a few MiB for reading; and gathered layers, of 8."""
     size, results = found()
     assert size > 130e6
@@ -43,7 +43,7 @@ def test_a_rank_holds_its_part_and_no_more(found: Callable[[], tuple[int, Any]],
 
 
 @pytest.mark.parametrize("axis", ["tensor", "pipeline", "shard"])
-def test_it_trains_as_if_it_had_been_made_with_values(found: Callable[[], tuple[int, Any]], axis: str) -> None:
+def test_it_trains_as_if_it_had_been_made_with_values(found, axis):
     _, results = found()
     assert len(results[f"{axis}-true"]["losses"]) == 3
     assert results[f"{axis}-true"]["losses"] == results[f"{axis}-false"]["losses"]

@@ -129,7 +129,7 @@ def port() -> Iterator[int]:
 
 
 @pytest.mark.tour
-def test_tensorboard_prometheus_and_wandb_read_back_the_events(tmp_path: Path) -> None:
+def test_tensorboard_prometheus_and_wandb_read_back_the_events(tmp_path):
     prometheus = tmp_path / "hpctrain.prom"
     run_file = write_run(
         tmp_path,
@@ -160,8 +160,7 @@ def test_tensorboard_prometheus_and_wandb_read_back_the_events(tmp_path: Path) -
     assert families["hpctrain_finished"].samples[0].value == 1
 
 
-@pytest.mark.slow
-def test_mlflow_in_a_folder_goes_on_with_the_same_run_after_a_resume(tmp_path: Path) -> None:
+def test_mlflow_in_a_folder_goes_on_with_the_same_run_after_a_resume(tmp_path):
     uri, data = tmp_path / "tracking", table(tmp_path)
     run_file = write_run(
         tmp_path,
@@ -190,8 +189,7 @@ def test_mlflow_in_a_folder_goes_on_with_the_same_run_after_a_resume(tmp_path: P
     assert found["inputs"] == [[str(data), source["files_sha256"][:36]]]
 
 
-@pytest.mark.slow
-def test_a_server_that_dies_in_mid_run_costs_nothing_and_is_made_whole(tmp_path: Path, port: int) -> None:
+def test_a_server_that_dies_in_mid_run_costs_nothing_and_is_made_whole(tmp_path, port):
     uri = f"http://127.0.0.1:{port}"
     over = tmp_path / "over"  # makes the steps fast once it exists
     run_file = write_run(

@@ -21,7 +21,7 @@ SHORTER = {"bench": ["--steps", "12", "--rounds", "1"], "watch": ["--once"]}
 
 @pytest.mark.world_size(2)
 @pytest.mark.timeout(900)
-def test_every_step_of_the_tutorial(tmp_path: Path) -> None:
+def test_every_step_of_the_tutorial(tmp_path):
     assert set(tutorial.write_files(tmp_path)) == {"measure.py", "bearings.py", "bearings.yaml", "train.py"}
     run = tmp_path / "runs" / "bearings"
     first, *todo = tutorial.commands()
@@ -59,7 +59,7 @@ def interrupted(words: list[str], meanwhile: list[list[str]], folder: Path, run:
         return child.wait(PATIENCE_S)
 
 
-def test_the_site_fails_on_what_leads_nowhere_and_on_what_is_undocumented(tmp_path: Path) -> None:
+def test_the_site_fails_on_what_leads_nowhere_and_on_what_is_undocumented(tmp_path):
     """Built as by ``make docs``, with the pages concerned, to be quick."""
     (pages := tmp_path / "docs").mkdir()
     for name in ("conf.py", "index.md", "tasks.md", "data.md", "api/ranks.md"):
@@ -95,7 +95,7 @@ def change(path: Path, before: str, after: str) -> None:
 
 
 @pytest.mark.parametrize("picture", ["watch.svg", "report.png", "heat.png"])
-def test_pictures_are_small_and_fetch_nothing(picture: str) -> None:
+def test_pictures_are_small_and_fetch_nothing(picture):
     content = (PROJECT / "docs" / "pictures" / picture).read_bytes()
     assert 1000 < len(content) < 150_000
     assert not re.search(rb"(url\(|src=|href=)[\"']?https?:", content)

@@ -20,7 +20,7 @@ from tests.support.pseudo_terminal import OFF, on_a_terminal
 
 @pytest.mark.tour
 @pytest.mark.world_size(2)
-def test_a_run_of_two_ranks_from_before_its_start_to_its_end(tmp_path: Path) -> None:
+def test_a_run_of_two_ranks_from_before_its_start_to_its_end(tmp_path):
     monitor = {"enabled": True, "window_steps": 8}
     checkpoint = {"every_steps": 70}  # remains the newest for several pictures
     gate = Gate(tmp_path / "gate").close(1)
@@ -66,7 +66,7 @@ def live_folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("key", [b"q", b"\x03"], ids=["q", "Ctrl-C"])
-def test_a_key_ends_the_view_and_leaves_the_terminal_as_it_was(key: bytes, live_folder: Path) -> None:
+def test_a_key_ends_the_view_and_leaves_the_terminal_as_it_was(key, live_folder):
     with on_a_terminal("watch", live_folder, columns=60, rows=12) as terminal:
         before = termios.tcgetattr(terminal.keyboard)
         terminal.wait_for("picture", lambda picture: "running" in picture)

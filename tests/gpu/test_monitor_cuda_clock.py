@@ -1,7 +1,5 @@
 """Phases on a GPU: queued work counts in the phase in which the device runs it, and marking never synchronizes."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -13,7 +11,7 @@ pytestmark = pytest.mark.gpu
 CYCLES_PER_MS = 1_500_000
 
 
-def test_phases_are_as_long_as_the_device_works_and_marks_do_not_wait() -> None:
+def test_phases_are_as_long_as_the_device_works_and_marks_do_not_wait():
     torch = pytest.importorskip("torch")
     from hpctrain.backends.torch.device import follow_device
 
@@ -43,7 +41,7 @@ def test_phases_are_as_long_as_the_device_works_and_marks_do_not_wait() -> None:
     assert clock.totals[Phase.FORWARD] + clock.totals[Phase.BACKWARD] == pytest.approx(worked, rel=0.2)
 
 
-def test_a_wait_on_the_host_is_not_the_phases() -> None:
+def test_a_wait_on_the_host_is_not_the_phases():
     """As in the sum of a tensor-parallel layer: its input was copied to the host, so the device is idle."""
     torch = pytest.importorskip("torch")
     from hpctrain.backends.torch.device import follow_device

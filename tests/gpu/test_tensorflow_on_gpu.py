@@ -21,7 +21,7 @@ def run(ranks: int, *scenarios: str, **environment: str) -> Any:
     return printed(ranks, "tensorflow_training.py", *scenarios, env=environment)
 
 
-def test_a_gpu_trains_as_the_cpu_does() -> None:
+def test_a_gpu_trains_as_the_cpu_does():
     scenarios = ("auto", "clip", "weighted", "accumulate")
     on_gpu = run(1, *scenarios)
     on_cpu = run(1, *scenarios, CUDA_VISIBLE_DEVICES="")
@@ -31,7 +31,7 @@ def test_a_gpu_trains_as_the_cpu_does() -> None:
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("scenario", ["auto", "mpi"])
-def test_ranks_that_share_a_gpu_reduce_over_mpi(scenario: str) -> None:
+def test_ranks_that_share_a_gpu_reduce_over_mpi(scenario):
     found = run(2, scenario, CUDA_VISIBLE_DEVICES="0")[scenario]
     wanted = run(1, "auto", CUDA_VISIBLE_DEVICES="")["auto"]
     assert len(set(found["hashes"])) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ def run(program: str, ranks: int, *arguments: str, **environment: str) -> Any:
     return printed(ranks, program, *arguments, env=environment)
 
 
-def test_a_gpu_trains_as_the_cpu_does() -> None:
+def test_a_gpu_trains_as_the_cpu_does():
     scenarios = ("auto", "clip", "weighted", "accumulate", "interrupted")
     on_gpu = run("torch_training.py", 1, *scenarios)
     on_cpu = run("torch_training.py", 1, *scenarios, CUDA_VISIBLE_DEVICES="")
@@ -29,7 +28,7 @@ def test_a_gpu_trains_as_the_cpu_does() -> None:
 
 
 @pytest.mark.world_size(2)
-def test_auto_leaves_horovod_out_where_ranks_share_a_gpu() -> None:
+def test_auto_leaves_horovod_out_where_ranks_share_a_gpu():
     found = run("torch_training.py", 2, "auto", CUDA_VISIBLE_DEVICES="0")["auto"]
     assert found["reducer"].startswith("mpi-"), "NCCL refuses them, and a Horovod built for CPUs must not see the GPU"
     assert len(set(found["hashes"])) == 1
@@ -37,7 +36,7 @@ def test_auto_leaves_horovod_out_where_ranks_share_a_gpu() -> None:
 
 
 @pytest.mark.world_size(2)
-def test_ranks_that_share_a_gpu_reduce_over_mpi() -> None:
+def test_ranks_that_share_a_gpu_reduce_over_mpi():
     ways = ("mpi-node", "mpi-flat", "mpi-overlap", "fp16-wire", "overflowing")
     found = run("torch_training.py", 2, *ways, CUDA_VISIBLE_DEVICES="0")
     wanted = run("torch_plain_loop.py", 1, "mean")
@@ -49,7 +48,7 @@ def test_ranks_that_share_a_gpu_reduce_over_mpi() -> None:
 
 
 @pytest.mark.world_size(2)
-def test_ranks_that_share_a_gpu_shard_their_optimizers(tmp_path: Path) -> None:
+def test_ranks_that_share_a_gpu_shard_their_optimizers(tmp_path):
     arguments = (str(tmp_path), "optimizer", "overflow", "own_steps")
     found = run("torch_sharded.py", 2, *arguments, CUDA_VISIBLE_DEVICES="0")
     wanted = run("torch_sharded.py", 2, *arguments, CUDA_VISIBLE_DEVICES="")
@@ -61,7 +60,7 @@ def test_ranks_that_share_a_gpu_shard_their_optimizers(tmp_path: Path) -> None:
 
 @pytest.mark.world_size(2)
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL takes one rank on each GPU")
-def test_parameters_are_sharded_over_two_gpus(tmp_path: Path) -> None:
+def test_parameters_are_sharded_over_two_gpus(tmp_path):
     found = run("torch_fully_sharded.py", 2, str(tmp_path), "uneven", "layers")
     for case in (*found["uneven"].values(), found["layers"]):
         assert case["difference"] <= 1e-9, "in float64, whose sums a GPU may form in another order"
@@ -69,7 +68,7 @@ def test_parameters_are_sharded_over_two_gpus(tmp_path: Path) -> None:
 
 @pytest.mark.world_size(4)
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="NCCL takes one rank on each GPU")
-def test_layers_and_stages_are_shared_out_over_four_gpus(tmp_path: Path) -> None:
+def test_layers_and_stages_are_shared_out_over_four_gpus(tmp_path):
     found = run("torch_fully_sharded.py", 4, str(tmp_path), "exchanges")["exchanges"]
     for plan in found.values():
         assert plan["opened"]

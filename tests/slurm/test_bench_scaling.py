@@ -1,17 +1,9 @@
 """Tests of ``hpctrain bench scaling --slurm``, which runs each size as a separate job."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-
-import pytest
-
-from tests.slurm.run import Run
 
 
-@pytest.mark.slow
-def test_sizes_are_jobs(new_run: Callable[..., Run]) -> None:
+def test_sizes_are_jobs(new_run):
     run = new_run(
         task="hpctrain.tasks.torch_digits:task",
         train={"epochs": 1, "global_batch": 64},

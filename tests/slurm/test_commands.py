@@ -1,20 +1,16 @@
 """Tests of plain commands as Slurm jobs: nodes, signals, requeue and logs without hpctrain's trainer."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from hpctrain.run.attempts import Attempts
-from tests.slurm.run import Run
 
 
 @pytest.mark.tour
 @pytest.mark.parametrize("launcher", ["srun", "mpirun"])
-def test_a_command_runs_once_a_rank_on_both_nodes(new_run: Callable[..., Run], launcher: str) -> None:
+def test_a_command_runs_once_a_rank_on_both_nodes(new_run, launcher):
     program = "echo $(hostname) $HPCTRAIN_ATTEMPT; "
     program += (
         "echo told $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK $MASTER_ADDR:$MASTER_PORT $TF_CONFIG"
@@ -38,8 +34,8 @@ def test_a_command_runs_once_a_rank_on_both_nodes(new_run: Callable[..., Run], l
 
 
 def test_a_script_for_torchrun_gives_its_numbers_on_two_nodes_and_its_death_is_explained(
-    new_run: Callable[..., Run],
-) -> None:
+    new_run,
+):
     script = Path(__file__).parents[1] / "dist" / "programs" / "foreign_ddp.py"
     run = new_run(launch={"command": ["python", str(script), "die"], "ranks_per_node": 1, "max_failures": 1})
     job = run.submit()
@@ -64,7 +60,7 @@ for count in range(int(state.read_text()) if state.exists() else 0, 8):
 
 
 @pytest.mark.tour
-def test_a_command_that_needs_more_time_is_stopped_and_requeued(new_run: Callable[..., Run], tmp_path: Path) -> None:
+def test_a_command_that_needs_more_time_is_stopped_and_requeued(new_run, tmp_path):
     (tmp_path / "count.py").write_text(COUNTING)
     run = new_run(launch={"command": ["python", str(tmp_path / "count.py"), str(tmp_path)], "stop_signal": "USR2"})
     job = run.submit()
@@ -81,7 +77,7 @@ def test_a_command_that_needs_more_time_is_stopped_and_requeued(new_run: Callabl
     assert (view["state"], view["attempt"], view["requeues"]) == ("finished", 2, 1)
 
 
-def test_a_command_that_fails_names_rank_and_code(new_run: Callable[..., Run]) -> None:
+def test_a_command_that_fails_names_rank_and_code(new_run):
     program = "[ $SLURM_PROCID = 2 ] && exit 3; sleep 600"
     run = new_run(launch={"command": ["bash", "-c", program], "max_failures": 1})
     job = run.submit()

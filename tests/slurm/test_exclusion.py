@@ -1,17 +1,13 @@
 """A requeued Slurm job excludes hosts that the monitor found to be slow."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 from hpctrain.run import bad_nodes
 from hpctrain.run.bad_nodes import BadNode
-from tests.slurm.run import STEPS, Run
+from tests.slurm.run import STEPS
 
 
-def test_an_excluded_host_is_left_out_of_the_next_attempt(train: Callable[..., Run], tmp_path: Path) -> None:
+def test_an_excluded_host_is_left_out_of_the_next_attempt(train, tmp_path):
     run = train(
         0.6, launch={"nodes": 1}, monitor={"action": "exclude_on_requeue"}, checkpoint={"every_steps": 4},
         fault="kill", rank=1, at=20, once=str(tmp_path / "once"),

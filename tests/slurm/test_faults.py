@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,7 +47,7 @@ def assert_lost(run: Run, host: str) -> None:
     assert run.verdicts() == ["requeue", "done"], run.log()
 
 
-def test_an_error_that_comes_back_ends_the_run(train: Callable[..., Run]) -> None:
+def test_an_error_that_comes_back_ends_the_run(train):
     run = train(fault="fail", rank=2, at=3, launch={"max_failures": 2}, checkpoint={"interval": "none"})
     job = run.submit()
     run.wait(job, "FAILED")
@@ -60,7 +60,7 @@ def test_an_error_that_comes_back_ends_the_run(train: Callable[..., Run]) -> Non
     assert (run.cause(1), run.cause(2)) == ("exception", "no_progress")
 
 
-def test_requeues_have_a_cap_that_counts_those_by_hand(new_run: Callable[..., Run]) -> None:
+def test_requeues_have_a_cap_that_counts_those_by_hand(new_run):
     program = "echo begun; [ $HPCTRAIN_ATTEMPT = 1 ] && exec sleep 600; exit 75"
     run = new_run(launch={"command": ["bash", "-c", program]}, slurm={"max_requeues": 1})
     job = run.submit()
@@ -72,7 +72,7 @@ def test_requeues_have_a_cap_that_counts_those_by_hand(new_run: Callable[..., Ru
     assert "max_requeues 1 is used up" in Attempts(run.dir).info()["attempts"][-1]["verdict"]["reason"]
 
 
-def test_a_rank_that_leaves_early_is_named(train: Callable[..., Run]) -> None:
+def test_a_rank_that_leaves_early_is_named(train):
     run = train(0.4, fault="exit", rank=1, at=5, launch={"max_failures": 1})  # the agents are watching by then
     job = run.submit()
     run.wait(job, "FAILED")
@@ -81,7 +81,7 @@ def test_a_rank_that_leaves_early_is_named(train: Callable[..., Run]) -> None:
     assert run.cause() == "vanished"
 
 
-def test_a_hanging_rank_ends_the_attempt(train: Callable[..., Run]) -> None:
+def test_a_hanging_rank_ends_the_attempt(train):
     run = train(0.02, fault="hang", rank=3, at=5, launch={"max_failures": 1}, monitor={"hang_s": 10})
     job = run.submit()
     run.wait(job, "FAILED")
@@ -90,7 +90,7 @@ def test_a_hanging_rank_ends_the_attempt(train: Callable[..., Run]) -> None:
     assert run.cause() == "hang"
 
 
-def test_a_step_whose_daemon_dies_ends_the_attempt(train: Callable[..., Run], undisturbed: str) -> None:
+def test_a_step_whose_daemon_dies_ends_the_attempt(train, undisturbed):
     run = train(0.3)
     job = run.submit()
     run.wait_for(lambda: run.events("checkpoint_saved"))
@@ -105,9 +105,7 @@ def test_a_step_whose_daemon_dies_ends_the_attempt(train: Callable[..., Run], un
     assert run.weights() == undisturbed
 
 
-def test_a_node_that_cannot_start_its_ranks_is_named_and_the_next_attempt_gets_around_it(
-    new_run: Callable[..., Run], cluster: Cluster
-) -> None:
+def test_a_node_that_cannot_start_its_ranks_is_named_and_the_next_attempt_gets_around_it(new_run, cluster):
     run = new_run(launch={"command": ["true"], "launcher": "srun"}, slurm={"extra": ["--hold"]})
     job = run.submit()
     # A killed slurmstepd leaves the socket of its PMIx server behind. The preflight is step 0.
@@ -120,9 +118,7 @@ def test_a_node_that_cannot_start_its_ranks_is_named_and_the_next_attempt_gets_a
     assert run.verdicts() == ["requeue", "done"]
 
 
-def test_a_node_that_loses_its_power(
-    train: Callable[..., Run], undisturbed: str, cluster: Cluster, alone: None
-) -> None:
+def test_a_node_that_loses_its_power(train, undisturbed, cluster, alone):
     run = train(0.3)
     job = run.submit()
     run.wait_for(lambda: run.events("checkpoint_saved"))
@@ -134,7 +130,7 @@ def test_a_node_that_loses_its_power(
     assert run.weights() == undisturbed
 
 
-def test_the_wrong_mpi_type_is_caught_before_the_ranks_start(train: Callable[..., Run]) -> None:
+def test_the_wrong_mpi_type_is_caught_before_the_ranks_start(train):
     run = train(launch={"launcher": "srun"}, slurm={"mpi": "none"})
     job = run.submit()
     run.wait(job, "FAILED")
@@ -145,14 +141,14 @@ def test_the_wrong_mpi_type_is_caught_before_the_ranks_start(train: Callable[...
     assert run.cause() == "singletons"
 
 
-def test_another_launcher_takes_over_where_srun_does_not_fit(train: Callable[..., Run]) -> None:
+def test_another_launcher_takes_over_where_srun_does_not_fit(train):
     run = train(slurm={"mpi": "none"})
     job = run.submit()
     run.wait(job, "COMPLETED")
     assert "4 ranks on n[1-2] with mpirun" in run.log()
 
 
-def test_a_read_only_scratch_is_named(train: Callable[..., Run], cluster: Cluster) -> None:
+def test_a_read_only_scratch_is_named(train, cluster):
     scratch = cluster.folder / "scratch"
     cluster.in_node("n2", "mount", "-o", "remount,ro", scratch)
     try:
@@ -167,7 +163,7 @@ def test_a_read_only_scratch_is_named(train: Callable[..., Run], cluster: Cluste
     assert run.cause() == "read_only"
 
 
-def test_an_out_of_memory_kill_is_called_one(train: Callable[..., Run], small_node: None) -> None:
+def test_an_out_of_memory_kill_is_called_one(train, small_node):
     run = train(0.02, fault="eat", rank=1, at=5, launch={"max_failures": 1})
     job = run.submit()
     run.wait(job, "FAILED")
@@ -177,7 +173,7 @@ def test_an_out_of_memory_kill_is_called_one(train: Callable[..., Run], small_no
     assert run.cause() == "out_of_memory"
 
 
-def test_without_slurm_one_sentence(cluster: Cluster, tmp_path: Path) -> None:
+def test_without_slurm_one_sentence(cluster, tmp_path):
     (tmp_path / "run.yaml").write_text('name: r\nlaunch: {command: ["true"]}\n')
     (tmp_path / "runs" / "r").mkdir(parents=True)
     bare = {

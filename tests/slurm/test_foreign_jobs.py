@@ -1,20 +1,14 @@
 """For a run folder that names jobs of other runs, Slurm is asked which run a job belongs to."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 from hpctrain.launch.engines.jobs import submissions
-from tests.slurm.cluster import Cluster
-from tests.slurm.run import Run
 
 SLEEPS = {"command": ["sleep", "120"]}
 
 
-def test_cancel_ends_the_jobs_of_its_folder_only(cluster: Cluster, new_run: Callable[..., Run], tmp_path: Path) -> None:
+def test_cancel_ends_the_jobs_of_its_folder_only(cluster, new_run, tmp_path):
     mine, other = new_run(launch=SLEEPS), new_run(launch=SLEEPS)
     job, others = mine.submit(), other.submit()
     (tmp_path / "more.sh").write_text("#!/bin/sh\nsleep 120\n")
@@ -29,9 +23,7 @@ def test_cancel_ends_the_jobs_of_its_folder_only(cluster: Cluster, new_run: Call
     cluster.run("scancel", third)
 
 
-def test_jobs_of_rendered_and_of_portable_scripts_are_cancelled(
-    cluster: Cluster, new_run: Callable[..., Run], tmp_path: Path
-) -> None:
+def test_jobs_of_rendered_and_of_portable_scripts_are_cancelled(cluster, new_run, tmp_path):
     run = new_run(launch=SLEEPS)
     run.dir.create()
     shutil.copy(run.file, run.dir.run_yaml)  # which the rendered script names
@@ -45,7 +37,7 @@ def test_jobs_of_rendered_and_of_portable_scripts_are_cancelled(
         run.wait(job, "CANCELLED", "COMPLETED", "FAILED")
 
 
-def test_an_array_is_cancelled_as_a_whole_or_in_part(new_run: Callable[..., Run]) -> None:
+def test_an_array_is_cancelled_as_a_whole_or_in_part(new_run):
     run = new_run(launch=SLEEPS)
     job = run.submit("--array", "seed=1,2,3")
     run.hpctrain("cancel", run.folder / "1")

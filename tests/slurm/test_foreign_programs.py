@@ -1,19 +1,13 @@
 """Programs written for other launchers print the same numbers as a job on two nodes as under their own launcher."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
-from tests.slurm.run import Run
 from tests.support import foreign_programs as foreign
 
 
 @pytest.mark.timeout(foreign.LIMIT_S * 2)
 @pytest.mark.parametrize("name", foreign.COMPARED)
-def test_a_job_gives_the_numbers_of_its_own_launcher(new_run: Callable[..., Run], tmp_path: Path, name: str) -> None:
+def test_a_job_gives_the_numbers_of_its_own_launcher(new_run, tmp_path, name):
     program = foreign.KINDS[name]
     own = program.under_its_own_launcher(tmp_path)
     told = {"convention": program.convention, "launcher": program.launcher}

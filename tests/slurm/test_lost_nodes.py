@@ -5,13 +5,13 @@ A job that loses its first node, with the supervisor, is requeued from another o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from hpctrain.run.attempts import Attempts
 from tests.slurm.cluster import THIRD, Cluster
-from tests.slurm.run import STEPS, Run
+from tests.slurm.run import STEPS
 
 
 @pytest.fixture(scope="module")
@@ -24,12 +24,12 @@ def third_node(cluster: Cluster) -> Iterator[None]:
 
 @pytest.mark.parametrize("lost", [["n2"], ["n2", THIRD]], ids=["one", "two"])
 def test_a_run_survives_the_loss_of_nodes_of_three(
-    train: Callable[..., Run],
-    cluster: Cluster,
-    alone: None,
-    third_node: None,
-    lost: list[str],
-) -> None:
+    train,
+    cluster,
+    alone,
+    third_node,
+    lost,
+):
     run = train(
         0.5,
         launch={"ranks_per_node": 1, "nodes": 3, "min_nodes": 1},
@@ -58,7 +58,7 @@ def test_a_run_survives_the_loss_of_nodes_of_three(
     assert set(run.events("run_started")[-1]["hosts"]) == {"n1", "n2", THIRD} - set(lost)
 
 
-def test_a_run_survives_the_loss_of_its_supervisor(train: Callable[..., Run], cluster: Cluster, alone: None) -> None:
+def test_a_run_survives_the_loss_of_its_supervisor(train, cluster, alone):
     run = train(0.3, launch={"min_nodes": 1}, track={"every_steps": 1})
     job = run.submit()
     run.wait_for(lambda: run.events("checkpoint_saved"))

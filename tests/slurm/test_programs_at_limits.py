@@ -1,15 +1,11 @@
 """The programs of examples/programs reach two time limits, save each time, and end as a straight run does."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from hpctrain.errors import Code
-from tests.slurm.conftest import SideRun, limited, program
+from tests.slurm.conftest import limited, program
 from tests.support import foreign_programs as foreign
 from tests.support.command import hpctrain
 
@@ -20,9 +16,7 @@ END = re.compile(r"^(?:step 90 loss|done at step 90 weights) \S+$", re.MULTILINE
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_program_saves_at_each_limit(
-    limited_program: SideRun, side_run: Callable[..., SideRun], tmp_path: Path, kind: str
-) -> None:
+def test_a_program_saves_at_each_limit(limited_program, side_run, tmp_path, kind):
     job = limited_program if kind == KINDS[0] else side_run(**limited(kind))
     devices = ["2", "1"] if kind == "lightning" else []
     straight = hpctrain("run", "-n", 2, "--", *program(kind), *devices, "--steps", 90, cwd=tmp_path)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -81,9 +80,7 @@ def survive(cluster: Cluster, run: Run, met: Path, times: int) -> None:
 
 
 @pytest.mark.timeout(180 + 60 * RELAUNCHES)
-def test_no_rank_crashes_at_a_relaunch(
-    new_run: Callable[..., Run], cluster: Cluster, alone: None, tmp_path: Path
-) -> None:
+def test_no_rank_crashes_at_a_relaunch(new_run, cluster, alone, tmp_path):
     jobs = []
     for number, begin in enumerate(range(0, RELAUNCHES, A_JOB)):
         times, met = min(A_JOB, RELAUNCHES - begin), tmp_path / f"met-{number}"

@@ -1,9 +1,6 @@
 """Tests of rendered and example job scripts with the real sbatch."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +10,6 @@ from hpctrain.config.sections import Config, LaunchConfig, SlurmConfig
 from hpctrain.launch.engines.slurm.render import job_script
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
-from tests.slurm.cluster import Cluster
-from tests.slurm.run import Run
 
 HOSTILE = [
     "it's \"so\" called", "$(touch owned) `id` ${HOME}", "back\\slash # hash a#b", "semi;colon & | > * ! {a,b}",
@@ -22,7 +17,7 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-def test_sbatch_reads_comments_as_they_were_given(cluster: Cluster, tmp_path: Path) -> None:
+def test_sbatch_reads_comments_as_they_were_given(cluster, tmp_path):
     for value in HOSTILE:
         slurm = SlurmConfig(comment=value, begin="now+1hour")
         config = Config(name="r", launch=LaunchConfig(command=("true",), slurm=slurm))
@@ -33,7 +28,7 @@ def test_sbatch_reads_comments_as_they_were_given(cluster: Cluster, tmp_path: Pa
         assert found == value
 
 
-def test_folders_with_hostile_names_work(new_run: Callable[..., Run], tmp_path: Path) -> None:
+def test_folders_with_hostile_names_work(new_run, tmp_path):
     folder = tmp_path / 'it\'s "100%" $(touch owned) ☃'
     run = new_run(launch={"command": ["echo", "$(touch owned) * 'x'"]}, run_dir=str(folder))
     job = run.submit()
@@ -43,7 +38,7 @@ def test_folders_with_hostile_names_work(new_run: Callable[..., Run], tmp_path: 
     assert not list(tmp_path.rglob("owned"))
 
 
-def test_an_example_works_by_itself(new_run: Callable[..., Run], digits: Path) -> None:
+def test_an_example_works_by_itself(new_run, digits):
     script = Path(__file__).parents[2] / "slurm" / "examples" / "cpu.sbatch"
     run = new_run(
         task="hpctrain.tasks.torch_digits:task", task_args={"data": str(digits)}, reduce={"kind": "mpi"},
@@ -58,7 +53,7 @@ def test_an_example_works_by_itself(new_run: Callable[..., Run], digits: Path) -
     assert (started["ranks"], started["hosts"]) == (4, ["n1", "n2"])
 
 
-def test_elements_of_an_array_are_runs_of_their_own_and_requeued_alone(new_run: Callable[..., Run]) -> None:
+def test_elements_of_an_array_are_runs_of_their_own_and_requeued_alone(new_run):
     program = "echo seed $SEED; [ $SLURM_ARRAY_TASK_ID = 1 ] && [ $HPCTRAIN_ATTEMPT = 1 ] && exit 75; exit 0"
     run = new_run(launch={"command": ["bash", "-c", program], "nodes": 1, "ranks_per_node": 1})
     sweep = run.file.parent / "sweep.txt"
@@ -73,7 +68,7 @@ def test_elements_of_an_array_are_runs_of_their_own_and_requeued_alone(new_run: 
     assert [len(Attempts(RunDir(run.folder / str(element))).all()) for element in range(2)] == [1, 2]
 
 
-def test_a_sweep_is_one_array_whose_runs_are_compared(new_run: Callable[..., Run], digits: Path) -> None:
+def test_a_sweep_is_one_array_whose_runs_are_compared(new_run, digits):
     run = new_run(
         task="hpctrain.tasks.torch_digits:task", task_args={"data": str(digits)}, reduce={"kind": "none"},
         train={"steps": 8, "global_batch": 64}, launch={"nodes": 1, "ranks_per_node": 1},
@@ -87,7 +82,7 @@ def test_a_sweep_is_one_array_whose_runs_are_compared(new_run: Callable[..., Run
     assert str(run.folder) not in again.stdout, "nothing is left to run"
 
 
-def test_jobs_of_a_chain_go_on_where_the_last_one_stopped(new_run: Callable[..., Run], tmp_path: Path) -> None:
+def test_jobs_of_a_chain_go_on_where_the_last_one_stopped(new_run, tmp_path):
     program = f"echo x >> {tmp_path}/count; [ $(wc -l < {tmp_path}/count) -ge 2 ] || exit 75"
     run = new_run(launch={"command": ["bash", "-c", program], "nodes": 1, "ranks_per_node": 1})
     done = run.hpctrain("submit", run.file, "--chain", 4, "--json")
@@ -98,7 +93,7 @@ def test_jobs_of_a_chain_go_on_where_the_last_one_stopped(new_run: Callable[...,
     assert (tmp_path / "count").read_text() == "x\nx\n"
 
 
-def test_a_pipeline_from_packing_to_export(new_run: Callable[..., Run], digits: Path, tmp_path: Path) -> None:
+def test_a_pipeline_from_packing_to_export(new_run, digits, tmp_path):
     """The example script, with run files for the digits."""
     np.savez(tmp_path / "raw.npz", image=np.zeros((64, 8, 8), np.float32), label=np.zeros(64, np.int64))
     one = {"nodes": 1, "ranks_per_node": 1, "slurm": {"profile": "local-test", "signal_s": 20}}

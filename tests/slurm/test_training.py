@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from hpctrain.run.attempts import Attempts
-from tests.slurm.cluster import Cluster
-from tests.slurm.conftest import SideRun
 from tests.slurm.run import STEPS, Run
 
 
@@ -22,13 +17,13 @@ def assert_trained_on_two_nodes(run: Run) -> None:
 
 
 @pytest.mark.tour
-def test_digits_on_two_nodes_with_srun(undisturbed_run: SideRun) -> None:
+def test_digits_on_two_nodes_with_srun(undisturbed_run):
     run = undisturbed_run.end()
     assert_trained_on_two_nodes(run)
     assert "with srun --mpi=pmix" in run.log()
 
 
-def test_digits_on_two_nodes_with_mpirun(train: Callable[..., Run], undisturbed: str) -> None:
+def test_digits_on_two_nodes_with_mpirun(train, undisturbed):
     run = train(launch={"launcher": "mpirun"})
     run.wait(run.submit(), "COMPLETED", "FAILED")
     assert_trained_on_two_nodes(run)
@@ -40,7 +35,7 @@ def test_digits_on_two_nodes_with_mpirun(train: Callable[..., Run], undisturbed:
     assert status["progress"]["ended"].startswith("done after step")
 
 
-def test_preempted_and_requeued_by_hand_it_goes_on(train: Callable[..., Run], undisturbed: str) -> None:
+def test_preempted_and_requeued_by_hand_it_goes_on(train, undisturbed):
     big = "5G"  # of a node's 8: two such jobs do not fit together
     run = train(0.5, slow_attempts=2, track={"every_steps": 1}, slurm={"partition": "scavenge", "memory": big})
     job = run.submit()
@@ -60,9 +55,7 @@ def test_preempted_and_requeued_by_hand_it_goes_on(train: Callable[..., Run], un
     assert run.weights() == undisturbed
 
 
-def test_a_killed_rank_is_named_and_the_run_resumes(
-    train: Callable[..., Run], undisturbed: str, tmp_path: Path
-) -> None:
+def test_a_killed_rank_is_named_and_the_run_resumes(train, undisturbed, tmp_path):
     run = train(0.02, fault="kill", rank=3, at=20, once=str(tmp_path / "once"))
     job = run.submit()
     run.wait(job, "COMPLETED", "FAILED")
@@ -76,7 +69,7 @@ def test_a_killed_rank_is_named_and_the_run_resumes(
     assert run.weights() == undisturbed
 
 
-def test_scancel_ends_everything(train: Callable[..., Run]) -> None:
+def test_scancel_ends_everything(train):
     run = train(1.0, track={"every_steps": 1})
     job = run.submit()
     run.wait_for(lambda: run.events("train"))
@@ -88,7 +81,7 @@ def test_scancel_ends_everything(train: Callable[..., Run]) -> None:
 
 
 @pytest.mark.tour
-def test_stop_saves_and_is_not_requeued(train: Callable[..., Run], undisturbed: str) -> None:
+def test_stop_saves_and_is_not_requeued(train, undisturbed):
     run = train(1.0, track={"every_steps": 1})
     job = run.submit()
     run.wait_for(lambda: run.events("train"))
@@ -101,9 +94,7 @@ def test_stop_saves_and_is_not_requeued(train: Callable[..., Run], undisturbed: 
     assert run.weights() == undisturbed
 
 
-def test_data_is_staged_to_every_node(
-    train: Callable[..., Run], undisturbed: str, digits: Path, cluster: Cluster
-) -> None:
+def test_data_is_staged_to_every_node(train, undisturbed, digits, cluster):
     scratch = cluster.folder / "scratch"  # a separate file system on each node
     run = train(launch={"stage_in": [str(digits)]}, slurm={"scratch": str(scratch)})
     job = run.submit()
@@ -113,7 +104,7 @@ def test_data_is_staged_to_every_node(
         assert "train.h5" in cluster.in_node(node, "find", scratch / f"hpctrain-{job}", "-name", "*.h5").stdout
 
 
-def test_time_limit_ends_with_the_same_weights(signalled_run: SideRun, undisturbed: str) -> None:
+def test_time_limit_ends_with_the_same_weights(signalled_run, undisturbed):
     run = signalled_run.end()
     assert run.verdicts() == ["requeue", "requeue", "done"], run.log()
     assert run.computed() == list(range(1, STEPS + 1)), "each step is computed once"
@@ -124,14 +115,14 @@ def test_time_limit_ends_with_the_same_weights(signalled_run: SideRun, undisturb
     assert [run.cause(number) for number in (1, 2, 3)] == run.codes()
 
 
-def test_time_limit_without_a_signal_resumes(unsignalled_run: SideRun, undisturbed: str) -> None:
+def test_time_limit_without_a_signal_resumes(unsignalled_run, undisturbed):
     run = unsignalled_run.end()
     assert run.verdicts() == ["requeue", "done"], run.log()
     assert run.events("resumed")
     assert run.weights() == undisturbed
 
 
-def test_links_between_gpus_are_measured_before_the_ranks_start(train: Callable[..., Run]) -> None:
+def test_links_between_gpus_are_measured_before_the_ranks_start(train):
     run = train(slurm={"gpus_per_node": 2})
     run.wait(run.submit(), "COMPLETED", "FAILED")
     assert_trained_on_two_nodes(run)

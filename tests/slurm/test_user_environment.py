@@ -1,15 +1,11 @@
 """The user's variables, and hpctrain inside an allocation."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Callable
 
-from tests.slurm.run import Run
 from tests.support.mpi import LAUNCH_S
 
 
-def test_variables_of_the_user_hide_no_job_and_alter_no_request(new_run: Callable[..., Run]) -> None:
+def test_variables_of_the_user_hide_no_job_and_alter_no_request(new_run):
     run = new_run(launch={"command": ["sleep", "600"]})
     hiding = {"SQUEUE_PARTITION": "scavenge", "SCANCEL_STATE": "RUNNING", "SBATCH_ARRAY_INX": "0-2"}
     cluster = run.cluster
@@ -26,11 +22,11 @@ def test_variables_of_the_user_hide_no_job_and_alter_no_request(new_run: Callabl
     assert cluster.state(job) == "CANCELLED"
 
 
-def test_an_allocation_of_two_nodes_is_used_or_refused(new_run: Callable[..., Run]) -> None:
+def test_an_allocation_of_two_nodes_is_used_or_refused(new_run):
     run = new_run(launch={"command": ["hostname"], "ranks_per_node": 1})
     allocated = ("salloc", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1")
 
-    def inside(*words: object) -> tuple[int, str]:
+    def inside(*words):
         done = run.cluster.run(*allocated, *map(str, words), check=False, timeout=LAUNCH_S, cwd=run.file.parent)
         return done.returncode, done.stdout + done.stderr
 

@@ -1,7 +1,5 @@
 """Ranks that load while some get I/O errors: checkpoint_unreadable.py <folder> <rank, or all> <part of the paths>"""
 
-from __future__ import annotations
-
 import errno
 import math
 import sys
