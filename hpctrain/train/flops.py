@@ -13,6 +13,7 @@ from hpctrain.comm.world import World
 MEASURED_S = 0.05
 """Minimum time, in seconds, that a device is measured for."""
 LEAST_PRODUCTS = 3
+"""On a GPU, whose first product loads the kernel; on CPUs, one in 16 bits may take 0.2 s."""
 CPU_SIZE, GPU_SIZE = 512, 4096
 """Rows of the square matrices that are multiplied."""
 
@@ -72,17 +73,18 @@ def of_all(own: Flops | None, world: World) -> Flops | None:
     return found if found.per_sample else None
 
 
-def peak_per_s(multiply: Callable[[], object], operations: float) -> float:
-    """Operations per second of the fastest of several matrix products.
+def peak_per_s(multiply: Callable[[], object], size: int) -> float:
+    """Operations per second of the fastest of several products of matrices.
 
     Args:
         multiply: computes one product, and returns when it is done.
-        operations: floating-point operations of one product.
+        size: rows of the matrices; CPU_SIZE on a CPU.
     """
     fastest, done, until = math.inf, 0, time.perf_counter() + MEASURED_S
-    while done < LEAST_PRODUCTS or time.perf_counter() < until:
+    least = 1 if size == CPU_SIZE else LEAST_PRODUCTS
+    while done < least or time.perf_counter() < until:
         began = time.perf_counter()
         multiply()
         fastest = min(fastest, time.perf_counter() - began)
         done += 1
-    return operations / max(fastest, 1e-9)
+    return 2 * size**3 / max(fastest, 1e-9)

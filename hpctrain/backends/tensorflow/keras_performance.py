@@ -124,7 +124,7 @@ def device_peak(dtype: tf.DType) -> float:
     def multiply() -> None:
         tf.matmul(left, left)[0, 0].numpy()  # waits for the device
 
-    return peak_per_s(multiply, 2 * size**3)
+    return peak_per_s(multiply, size)
 
 
 class KerasProfiler:

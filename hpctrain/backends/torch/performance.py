@@ -119,7 +119,7 @@ def peak_per_s(device: torch.device, dtype: torch.dtype) -> float:
         synchronize()
 
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        return flops.peak_per_s(multiply, 2 * size**3)
+        return flops.peak_per_s(multiply, size)
 
 
 class TorchProfiler:
