@@ -42,6 +42,8 @@ class End(hpctrain.BaseHook):
 
 def main(name: str, folder: str, options: dict[str, Any]) -> None:
     """Run one entry."""
+    if torch := sys.modules.get("torch"):  # on some CPUs, oneDNN computes convolutions of fewer samples in another way
+        torch.backends.mkldnn.enabled = name != "unet3d"
     if "python" in options:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             runpy.run_path(str(PORTS / name / options["python"]), run_name="__main__")
@@ -62,7 +64,5 @@ def main(name: str, folder: str, options: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    if "torch" in sys.modules:  # on some CPUs, oneDNN computes convolutions of fewer samples by another algorithm
-        sys.modules["torch"].backends.mkldnn.enabled = False
     for entry in json.loads(sys.argv[1]):
         main(*entry)
