@@ -65,14 +65,9 @@ def encode(arrays: Mapping[str, Array], dtypes: Mapping[str, str], metadata: Map
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for tensor in tensors:
-        for piece in blocks_of_rows(tensor):
-            yield source.part(tensor.name, piece.box.begin, piece.box.shape).tobytes()
-
-
-def blocks_of_rows(tensor: layout.TensorSpec) -> Iterator[layout.TensorPiece]:
-    """Split a tensor into blocks of rows of up to BLOCK_BYTES, or of one row."""
-    for first, count in runs_of_rows(tensor.shape or (1,), tensor.row_bytes, BLOCK_BYTES):
-        yield layout.rows_of(tensor, first, count)
+        for first, count in runs_of_rows(tensor.shape or (1,), tensor.row_bytes, BLOCK_BYTES):
+            box = layout.rows_of(tensor, first, count).box
+            yield source.part(tensor.name, box.begin, box.shape).tobytes()
 
 
 def read(path: Path) -> tuple[SavedArrays, dict[str, str]]:

@@ -110,17 +110,9 @@ def row_text(row: dict[str, Any]) -> str:
     """Formats a row of ``ls`` for people."""
     if "problem" in row:
         return f"step {row['step']:>9}  {'DAMAGED' if row['readable'] else 'UNREADABLE'}: {row['problem']}"
-    when = local_time(row["time"])
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["time"])) if row["time"] else ""
     best, ranks = "  best" if row["best"] else "", "rank " if row["ranks"] == 1 else "ranks"
     return f"step {row['step']:>9}  {when:19}  {size(row['bytes']):>10}  {row['ranks']:>4} {ranks}  {row['path']}{best}"
-
-
-def local_time(seconds: Any) -> str:
-    """Formats a time as local time; empty if the value is not a time."""
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else ""
-    except (TypeError, ValueError, OverflowError, OSError):
-        return ""
 
 
 def verify(args: argparse.Namespace) -> int:

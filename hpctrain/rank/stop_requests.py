@@ -55,7 +55,8 @@ class StopRequests(BaseHook):
             raise Replaced(f"attempt {self.attempt} of {self.run_dir.path} has been replaced by a newer one")
         if agreed.stop:
             if training.world.rank == 0:
-                asked = self.request_behind(agreed.stop)
+                told = BY_PERSON if agreed.stop == STOP_FILE else StopRequest.of_signal(agreed.stop)
+                asked = requested_stop(self.run_dir) or told  # the STOP file's author, as the supervisor reports
                 self.report(StopRequested(step=training.state.step, by=asked.by, code=asked.code))
             return StopReason.REQUESTED
         if not is_alone:
@@ -92,11 +93,6 @@ class StopRequests(BaseHook):
         except OSError:  # the file server does not answer at the moment
             pass
         return False
-
-    def request_behind(self, stop: int) -> StopRequest:
-        """Returns who asked: the STOP file's author if there is one, as the supervisor reports; else by the vote."""
-        told = BY_PERSON if stop == STOP_FILE else StopRequest.of_signal(stop)
-        return requested_stop(self.run_dir) or told
 
 
 LOOK_S = 1.0

@@ -36,6 +36,7 @@ def summarize(data: RunHistory) -> dict[str, Any]:
     started, finished = data.last(events.RunStarted), data.last(events.RunFinished)
     spans = make_spans(data)
     start = started.to_json() if started else {}
+    devices = next((event.ranks for event in reversed(data.all(events.Devices)) if event.ranks), ())
     run = data.run
     return {
         "name": run.name,
@@ -56,7 +57,7 @@ def summarize(data: RunHistory) -> dict[str, Any]:
         "flops_per_sample": start.get("flops_per_sample"),
         "phase_share": phase_share(data),
         "kwh": kwh(data),
-        "devices": [{**vars(one), "slowed": ", ".join(one.slowed)} for one in newest_devices(data)],
+        "devices": [{**vars(one), "slowed": ", ".join(one.slowed)} for one in devices],
         "goodput": run.account.goodput,
         "account": vars(run.account),
         "rank_hours": rank_hours(data, spans),
@@ -81,11 +82,6 @@ def kwh(data: RunHistory) -> float | None:
     newest = {event.attempt: event for event in data.all(events.Devices)}
     joules = [part for event in newest.values() for part in (event.cpu_joules, event.gpu_joules) if part is not None]
     return sum(joules) / 3.6e6 if joules else None
-
-
-def newest_devices(data: RunHistory) -> tuple[events.RankDevice, ...]:
-    """The ranks' GPUs in the newest event that has them."""
-    return next((event.ranks for event in reversed(data.all(events.Devices)) if event.ranks), ())
 
 
 def last_step(data: RunHistory) -> int:

@@ -62,16 +62,10 @@ def map_dataset(file: Hdf5File, dataset: h5py.Dataset) -> MappedArray | None:
         return None
     num_bytes = dataset.size * dataset.dtype.itemsize
     written = num_bytes and dataset.id.get_storage_size() == num_bytes
-    if not written or not lies_as_numpy(dataset):
+    if not written or dataset.dtype.kind not in "biufc":
         return None
-    return file.contiguous(dataset, int(dataset.id.get_offset()))
-
-
-def lies_as_numpy(dataset: h5py.Dataset) -> bool:
-    """Whether values are stored exactly as the NumPy dtype describes."""
-    if dataset.dtype.kind not in "biufc":
-        return False
-    return bool(dataset.id.get_type() == h5py.h5t.py_create(dataset.dtype, logical=True))
+    as_numpy = dataset.id.get_type() == h5py.h5t.py_create(dataset.dtype, logical=True)
+    return file.contiguous(dataset, int(dataset.id.get_offset())) if as_numpy else None
 
 
 def agrees(mapped: MappedArray, dataset: h5py.Dataset, rows: Set[int]) -> bool:
