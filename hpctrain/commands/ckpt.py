@@ -21,6 +21,7 @@ from hpctrain.checkpoint.export import (
     model_weights,
 )
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
+from hpctrain.checkpoint.format.strict_json import JsonReader
 from hpctrain.checkpoint.inspect import everything, summary_tree, tensor_differences, tensor_summaries
 from hpctrain.checkpoint.mirror import locate
 from hpctrain.checkpoint.reading import Loaded
@@ -110,9 +111,17 @@ def row_text(row: dict[str, Any]) -> str:
     """Formats a row of ``ls`` for people."""
     if "problem" in row:
         return f"step {row['step']:>9}  {'DAMAGED' if row['readable'] else 'UNREADABLE'}: {row['problem']}"
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["time"])) if row["time"] else ""
+    when = local_time(row["time"])
     best, ranks = "  best" if row["best"] else "", "rank " if row["ranks"] == 1 else "ranks"
     return f"step {row['step']:>9}  {when:19}  {size(row['bytes']):>10}  {row['ranks']:>4} {ranks}  {row['path']}{best}"
+
+
+def local_time(seconds: Any) -> str:
+    """Formats a time as local time; empty if the value is not a time."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else ""
+    except (TypeError, ValueError, OverflowError, OSError):
+        return ""
 
 
 def verify(args: argparse.Namespace) -> int:
@@ -255,10 +264,13 @@ def saved_task(loaded: Loaded) -> tuple[Task, Dataset | Stream, Recipe, str]:
 
     if "identity" not in loaded.meta:
         raise UserError(f"{loaded.path} was not saved by a training run", "export it to a .safetensors file")
-    config = loaded.meta["identity"]["config"]
-    seed, precision = config["seed"], config["train"]["precision"]
+    identity = JsonReader(loaded.meta["identity"], f"{loaded.path}, identity of the run")
+    config = JsonReader(identity.get("config", dict, "an object"), identity.where)
+    train = JsonReader(config.get("train", dict, "an object"), identity.where)
+    name, arguments = config.get("task", str, "a string"), config.get("task_args", dict, "an object")
+    seed, precision = config.integer("seed", 0, 2**64 - 1), train.get("precision", str, "a string")
     with without_chatter():
-        task = load_task(config["task"], config["task_args"], alone(), partial(seed_task, seed, precision, 0))
+        task = load_task(name, arguments, alone(), partial(seed_task, seed, precision, 0))
     data = open_training_data(task)
     task, recipe = with_input(task, data, seed)
     return task, data, recipe, precision
