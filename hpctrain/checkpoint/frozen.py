@@ -64,9 +64,12 @@ class FrozenRecord:
     def of(cls, meta: Mapping[str, Any], where: Path) -> FrozenRecord:
         """The record in the meta of a checkpoint, which is in the folder ``where``. Raises DamagedCheckpoint."""
         try:
-            return _record_of(meta[FROZEN])
+            record = _record_of(meta[FROZEN])
+            if unknown := {one.dtype for one in record.weights.values()} - ITEM_TYPES.keys():
+                raise ValueError(f"unknown type {min(unknown)[:50]!r}")
         except ValueError as error:
             raise DamagedCheckpoint(f"{where}, {FROZEN}: {error}") from error
+        return record
 
     def moved(self, init_from: str | None) -> FrozenRecord:
         """The record if the run file now names this source."""
