@@ -1,6 +1,6 @@
 # make demo   set up, then train a classifier on 2 MPI ranks
 # make test   set up, then every unit test, and each thing that a user can do once on real ranks (marked tour); Slurm if installed
-# make test-all  make test, then the rest: everything on real ranks, in Slurm jobs and on GPUs, as far as there are any
+# make test-all  every test: unit tests, and everything on real ranks, in Slurm jobs and on GPUs, as far as there are any
 # make check  before every commit: style, types, the unit tests that are not slow; 100 s of processor, on two cores
 # make torture  kill and stop ranks, agents, launchers and supervisors 600 times under six plans; kill ranks 200 times
 #               while they save, and resume; damage checkpoints of plans 12,000 times for every
@@ -27,7 +27,7 @@ BIN := $(VENV)/bin
 ON_RANKS = $(BIN)/python -m pytest -n 3 --dist loadfile tests/slurm tests/dist tests/gpu
 TORTURE := chaos kills plans sweep ports intruders grid programs relaunches updates collectives
 
-.PHONY: demo test test-all check lint docs docs-pictures torture mutants bench dist clean setup setup-dev
+.PHONY: demo test test-all test-unit check lint docs docs-pictures torture mutants bench dist clean setup setup-dev
 
 demo: setup
 	$(BIN)/hpctrain run -n 2 examples/digits-torch.yaml --reduce.kind horovod
@@ -35,13 +35,15 @@ demo: setup
 	@echo "  $(BIN)/hpctrain report runs/digits-torch    # one HTML page with all curves"
 	@echo "  $(BIN)/hpctrain init NAME                   # writes a task and a run file to start from"
 
-test: setup-dev
-	$(BIN)/python -m pytest -n 2 tests/unit $(OR_AGAIN)
+test: test-unit
 	$(ON_RANKS) -m tour $(OR_AGAIN)
 
-test-all: test
-	$(ON_RANKS) -m "not alone and not tour" $(OR_AGAIN)
+test-all: test-unit
+	$(ON_RANKS) -m "not alone" $(OR_AGAIN)
 	$(BIN)/python -m pytest -m alone tests/dist $(OR_AGAIN)
+
+test-unit: setup-dev
+	$(BIN)/python -m pytest -n 2 tests/unit $(OR_AGAIN)
 
 check: lint
 	$(BIN)/python -m pytest -q -n 2 -m "not slow" tests/unit
