@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,8 @@ def begin_keras(seed: int, precision: str) -> None:
     Automatic names are reset, so that a second model in the process gets the same names as the first.
     """
     keras.utils.clear_session(free_memory=False)
-    keras.utils.set_random_seed(seed % 2**32)
+    if "tensorflow" in sys.modules:  # or this would import it, which takes seconds; Python, NumPy and torch are seeded
+        keras.utils.set_random_seed(seed % 2**32)
     keras.config.set_dtype_policy(POLICIES[precision])
 
 

@@ -132,6 +132,26 @@ def test_nothing_is_loaded_for_tasks_of_others():
 
 
 @pytest.mark.slow
+def test_keras_on_torch_is_seeded_as_by_itself_and_does_not_import_tensorflow():
+    ended = run(
+        "import keras, sys\n"
+        "from hpctrain.rank.problem import seed_task\n"
+        "def drawn():\n"
+        "    layer = keras.layers.Dense(2); layer.build((None, 2))\n"
+        "    return float(keras.ops.sum(layer.kernel)), float(keras.random.uniform(()))\n"
+        "seed_task(3, 'fp32', 0)\n"
+        "mine = drawn()\n"
+        "print('tensorflow' in sys.modules)\n"
+        "sys.modules['tensorflow'] = None\n"
+        "keras.utils.clear_session()\n"
+        "keras.utils.set_random_seed(3)\n"
+        "print(mine == drawn())\n",
+        KERAS_BACKEND="torch",
+    )
+    assert ended.stdout == "False\nTrue\n", ended.stderr
+
+
+@pytest.mark.slow
 def test_another_backend_of_keras_is_refused():
     ended = run(
         "with without_chatter():\n    import tensorflow, keras\n"
