@@ -64,7 +64,7 @@ TOKENS: dict[str, int] = {
     "reduce": 11939,
     "train": 14785,
     "tasks": 7617,
-    "backends": 127991,
+    "backends": 128000,
     "checkpoint": 50571,
     "monitor": 32307,
     "track": 6434,
