@@ -199,7 +199,7 @@ def foreign_errors(ours: Callable[[Exception], HpctrainError]) -> Iterator[None]
         raise ours(error) from error
 
 
-FILE_SERVER = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+FILE_SERVER = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR)
 """Errors of files whose server does not answer."""
 
 

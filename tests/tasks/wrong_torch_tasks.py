@@ -212,6 +212,7 @@ WRONG: dict[str, Any] = {
     "swapped": lambda: made(loss=swapped),
     "forgets": lambda: made(loss=forgets),
     "each": lambda: made(loss=lambda outputs, batch: functional.cross_entropy(outputs, batch["y"], reduction="none")),
+    "complex": lambda: made(loss=lambda outputs, batch: torch.fft.fft(outputs).mean()),
     "item": lambda: made(loss=lambda outputs, batch: loss(outputs, batch).item()),
     "argmax": lambda: made(loss=lambda outputs, batch: (outputs.argmax(1) != batch["y"]).float().mean()),
     "name": lambda: made(loss="cross_entrpy"),

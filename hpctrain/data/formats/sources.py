@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 import numpy as np
@@ -33,9 +33,10 @@ from hpctrain.data.formats.records import JsonLines, Records, TarShard, open_rec
 from hpctrain.data.formats.table_dataset import open_table_dataset
 from hpctrain.data.formats.tables import open_table
 from hpctrain.data.samples import grouped, require_alike
-from hpctrain.errors import UserError, is_away
+from hpctrain.errors import UserError, file_errors, is_away
 from hpctrain.system.array_types import Ints
 
+T = TypeVar("T")
 CACHE_BYTES = 256 * 2**20
 
 
@@ -176,14 +177,20 @@ def kind_of(source: str | Path) -> str:
         fix = "copy it to a disk of the cluster, or store its samples as Parquet"
         raise UserError(f"{text} cannot be read directly from the store: only Parquet files can", fix)
     tables = partial(Path(text).expanduser().glob, "**/*.parquet")
-    if "://" in text or local_patiently(text, lambda: any(tables())):
+    if "://" in text or looked_up(text, lambda: any(tables())):
         return "Parquet"
     return KINDS.get(suffix, "HDF5")
 
 
 def expand(sources: Iterable[str | Path]) -> list[str | Path]:
     """The files that match the paths or patterns, and the addresses of tables."""
-    return [path for each in sources for path in local_patiently(str(each), partial(files_of, each))]
+    return [path for each in sources for path in looked_up(str(each), partial(files_of, each))]
+
+
+def looked_up(where: str, call: Callable[[], T]) -> T:
+    """Calls ``call``, which looks at folders; raises UserError if this user may not."""
+    with file_errors(f"{where} cannot be read", "correct the path of the data, or ask its owner for permission"):
+        return local_patiently(where, call)
 
 
 def files_of(pattern: str | Path) -> list[str | Path]:

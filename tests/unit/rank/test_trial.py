@@ -37,6 +37,7 @@ TORCH = {
     ),
     "forgets": ("loss returned None", "", "a return is missing"),
     "each": (r"loss returned a tensor of shape \[8\]", "", "return its mean"),
+    "complex": ("loss returned a complex number", "", "a real one"),
     "item": ("loss returned a float that does not depend", "", r"without .item\(\)"),
     "argmax": ("loss returned a tensor of shape .. that does not depend", "", "argmax"),
     "name": ("loss='cross_entrpy' names no loss", "", "cross_entropy, huber, mae, mse"),

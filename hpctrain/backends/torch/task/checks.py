@@ -228,6 +228,8 @@ def require_score(score: Any, field: str) -> None:
     for part in parts:
         if isinstance(part, Tensor) and part.numel() != 1:
             raise UserError(f"{field} returned a tensor of shape {list(part.shape)}", SCALAR)
+        if isinstance(part, Tensor) and part.is_complex():
+            raise UserError(f"{field} returned a complex number", "return a real one, such as its .abs()")
         if not isinstance(part, (Tensor, int, float)):
             try:
                 float(part)  # a NumPy number

@@ -129,3 +129,19 @@ def test_rows_that_came_are_not_read_twice(monkeypatch):
 
     assert list(patient(rows)) == [0, 1, 2, 3]
     assert len(begun) == 4
+
+
+@pytest.mark.parametrize(("code", "call"), [(errno.EACCES, "stat"), (errno.EACCES, "listdir"), (errno.EINTR, "stat")])
+def test_a_folder_that_this_user_may_not_enter_is_no_failure_of_the_run(tmp_path, monkeypatch, code, call):
+    """It was an exception of the task, which the run tried twice; an interrupted call passes."""
+    monkeypatch.setattr(away, "PAUSES_S", (0.0,))
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private/a.jsonl").write_text('{"x": 1}\n')
+    FileServer(code, "private", call).install(monkeypatch)
+    if code == errno.EINTR:
+        assert len(open_dataset(tmp_path / "private/*.jsonl")) == 1
+        return
+    with pytest.raises(
+        UserError, match="private.*(cannot be read: Permission denied|no file matches)|no file matches.*private"
+    ):
+        open_dataset(tmp_path / "private/*.jsonl")
