@@ -55,16 +55,16 @@ ROOMS: dict[str, str] = {
 permission."""
 
 TOKENS: dict[str, int] = {
-    "errors": 1048,
+    "errors": 1052,
     "system": 14083,
     "config": 11710,
     "comm": 6112,
     "run": 25948,
-    "data": 37772,
+    "data": 37817,
     "reduce": 11939,
     "train": 14785,
     "tasks": 7617,
-    "backends": 128000,
+    "backends": 128021,
     "checkpoint": 50571,
     "monitor": 32307,
     "track": 6434,
