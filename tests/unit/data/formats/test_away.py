@@ -142,6 +142,6 @@ def test_a_folder_that_this_user_may_not_enter_is_no_failure_of_the_run(tmp_path
         assert len(open_dataset(tmp_path / "private/*.jsonl")) == 1
         return
     with pytest.raises(
-        UserError, match="private.*(cannot be read: Permission denied|no file matches)|no file matches.*private"
+        UserError, match=r"private.*(cannot be read: Permission denied|no file matches)|no file matches.*private"
     ):
         open_dataset(tmp_path / "private/*.jsonl")
