@@ -33,11 +33,6 @@ def resolve(file: Hdf5File, dataset: h5py.Dataset, what: str) -> MappedArray | N
     Raises:
         UserError: values are in other files, are missing, or were never written.
     """
-    if isinstance(dataset.id.get_type(), h5py.h5t.TypeTimeID):
-        raise UserError(
-            f"{file.path}: {what} is of HDF5's type H5T_TIME, which neither h5py nor NumPy can read",
-            "write it as integers, such as int64 seconds since 1970, or name only the arrays to use",
-        )
     # Do not read even the shape before this: for some virtual datasets the library opens the sources to get it.
     properties = dataset.id.get_create_plist()
     if properties.get_layout() == h5py.h5d.VIRTUAL:

@@ -209,9 +209,6 @@ def words_of(path: str, vocabulary: dict[str, int]) -> None:
 
 def test_tokenizers_with_odd_tokens(refused):
     Path("a.txt").write_text("once upon a time " * 9)
-    words_of("huge.json", {"once": 0, "<unk>": 1, "</s>": 2**31})
-    said = refused("a.txt", "--tokenizer", "huge.json")
-    assert "huge.json has token 2147483648, and files hold tokens up to 2147483647" in said
     words_of("poor.json", {"once": 0, "</s>": 1})
     said = refused("a.txt", "--tokenizer", "poor.json")
     assert "poor.json cannot encode the text: WordLevel error: Missing [UNK] token" in said

@@ -235,13 +235,3 @@ class TestBlocks:
             assert np.array_equal(block, np.full(size, key, np.uint8))
             assert cache.num_bytes == sum(held.nbytes for held in cache.blocks.values())
             assert cache.num_bytes <= limit or len(cache.blocks) == 1
-
-
-def test_times_that_numpy_has_no_type_for_are_refused_with_advice(tmp_path):
-    path = write(tmp_path / "a.h5", x=IMAGES)
-    with h5py.File(path, "a") as file:
-        h5py.h5d.create(file.id, b"when", h5py.h5t.UNIX_D64LE, h5py.h5s.create_simple((LENGTH,)))
-    with pytest.raises(UserError, match=r"a\.h5: 'when' is of HDF5's type H5T_TIME") as caught:
-        open_dataset(path)
-    assert "int64 seconds" in caught.value.fix
-    assert len(open_dataset(path, fields=["x"])) == LENGTH
