@@ -28,7 +28,7 @@ from hpctrain.run.rank_environment import current_attempt, current_job
 from hpctrain.run.verdict import RunVerdict
 from hpctrain.system import safe_read
 from hpctrain.system.files import cannot_write, write_atomically, writing
-from hpctrain.system.json_shape import is_count, is_time, maker, sound
+from hpctrain.system.json_shape import fields_of, is_count, is_time, maker, sound, without_misfits
 from hpctrain.system.python import version_of
 from hpctrain.system.retry import files_patiently
 
@@ -113,25 +113,31 @@ class Attempt:
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Attempt:
         """Parses an entry of run.json; ignores unknown fields. Raises ValueError if a field has the wrong type."""
-        if saved.get("attempt") is None:
-            raise ValueError("an attempt has no number")
         return _attempt_of({**saved, "number": saved["attempt"]})
 
 
-_attempt_of = maker(Attempt, started=sound(is_time), ended=sound(is_time), verdict=RunVerdict.from_json)
-_info_of = sound(
+_OWN = {"started": sound(is_time), "ended": sound(is_time), "verdict": RunVerdict.from_json}
+_attempt_of = maker(Attempt, **_OWN)
+_sound_entry = without_misfits(fields_of(Attempt, **_OWN))
+_info = sound({"fence": int, "attempts": [dict]})
+_sound_info = without_misfits(
     {
-        **{"fence": is_count, "attempts": [dict], "id": str, "created": is_time, "trained": is_count, "reducer": dict},
-        "stages": {"layers": [is_count]},
+        "id": sound(str),
+        "created": sound(is_time),
+        "trained": sound(is_count),
+        "reducer": sound(dict),
+        "stages": sound({"layers": [is_count]}),
     }
 )
 
 
 def info_of(value: Any) -> dict[str, Any]:
-    """Validates the content of run.json. Raises ValueError if a field has the wrong type."""
-    info: dict[str, Any] = _info_of(value)
-    since_fresh(info)
-    return info
+    """Validates the content of run.json, dropping fields of the wrong type. Raises ValueError if it is unusable."""
+    info = _info(value)
+    if not all(is_count(entry.get("attempt")) for entry in info.get("attempts", ())):
+        raise ValueError("an attempt has no number")
+    entries = {"attempts": [_sound_entry(entry) for entry in info["attempts"]]} if "attempts" in info else {}
+    return {**_sound_info(info), **entries}
 
 
 NEW = Attempt()

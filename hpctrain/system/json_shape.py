@@ -82,6 +82,21 @@ def sound(shape: Shape) -> Reads:
     return checked
 
 
+def without_misfits(fields: Mapping[str, Reads]) -> Callable[[dict[str, typing.Any]], dict[str, typing.Any]]:
+    """Returns the function that drops keys of a mapping whose values cannot be read; null values are kept."""
+
+    def is_sound(key: str, value: typing.Any) -> bool:
+        try:
+            fields[key](value)
+        except ValueError:
+            return False
+        return True
+
+    return lambda found: {
+        key: value for key, value in found.items() if value is None or key not in fields or is_sound(key, value)
+    }
+
+
 def maker(kind: type[T], **own: Reads) -> Callable[[typing.Any], T]:
     """Returns the function that makes a dataclass from a JSON object.
 

@@ -9,7 +9,7 @@ from enum import StrEnum
 import pytest
 
 from hpctrain.errors import Code
-from hpctrain.system.json_shape import fits, is_count, is_time, maker, sound
+from hpctrain.system.json_shape import fits, is_count, is_time, maker, sound, without_misfits
 
 INF, NAN = float("inf"), float("nan")
 
@@ -37,6 +37,11 @@ def test_shapes(shape, right, wrong):
     for value in wrong:
         with pytest.raises(ValueError):
             sound(shape)(value)
+
+
+def test_a_misfit_is_left_out():
+    fields = {"step": sound(is_count), "by": sound(str)}
+    assert without_misfits(fields)({"step": 3, "by": 7, "more": []}) == {"step": 3, "more": []}
 
 
 class Mood(StrEnum):
