@@ -56,11 +56,11 @@ permission."""
 
 TOKENS: dict[str, int] = {
     "errors": 1052,
-    "system": 14083,
+    "system": 14186,
     "config": 11710,
     "comm": 6112,
-    "run": 25948,
-    "data": 37817,
+    "run": 26029,
+    "data": 37769,
     "reduce": 11939,
     "train": 14785,
     "tasks": 7617,
