@@ -23,7 +23,6 @@ KERAS = (PROJECT / "docs" / "keras.md").read_text(encoding="utf-8")
 SHORTER = {
     "submit": ["--dry-run"],
     "step": ["--models", "mlp", "--contenders", "none,plain", "--rounds", "1", "--steps", "2"],
-    "checkpoint": ["--mb", "8", "--rounds", "1", "--saves", "2"],
     "parallel": ["--contenders", "one,tensor", "--rounds", "1", "--steps", "1"],
     "recovery": ["--contenders", "hpctrain", "--rounds", "1"],
     "under_kills": ["--contenders", "hpctrain", "--steps", "60"],
@@ -35,6 +34,8 @@ EXAMPLES = {
     "gan.yaml": ["--train.epochs", "2"],
 }
 """Example run files, and options that shorten them."""
+TOGETHER_S = 900
+"""Limit of tests that run many commands, each of which has a limit of its own."""
 
 
 def block(text: str, language: str, number: int = 0) -> str:
@@ -65,6 +66,7 @@ def newcomer(tmp_path: Path) -> Path:
 
 @pytest.mark.tour
 @pytest.mark.world_size(4)
+@pytest.mark.timeout(TOGETHER_S)
 def test_every_command_of_the_readme(newcomer):
     found = commands(README)
     assert len(found) >= 5
@@ -79,10 +81,12 @@ def test_every_command_of_the_readme(newcomer):
 
 
 @pytest.mark.world_size(2)
+@pytest.mark.timeout(TOGETHER_S)
 def test_the_commands_of_the_table_of_figures(newcomer):
     table = README.partition("## How fast")[2].partition("\n## ")[0]
     found = dict.fromkeys(re.findall(r"`((?:hpctrain|python -m benchmarks\.).*?)`", table))
     assert len(found) >= 4
+    del found["python -m benchmarks.checkpoint"]  # run by tests/unit/bench/test_checkpoint.py
     for line in found:
         words = shlex.split(line)
         more = next(extra for key, extra in SHORTER.items() if key == words[2].rpartition(".")[2])

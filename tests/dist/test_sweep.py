@@ -14,7 +14,8 @@ import pytest
 from tests.support.mpi import printed
 
 RANKS = int(os.environ.get("HPCTRAIN_SWEEP_RANKS", "2"))
-LIMIT_S = 280 if RANKS <= 2 else 1500
+LIMIT_S = 600 if RANKS <= 2 else 1500
+"""Keras' models take 150 s of processor; other tests may run beside this one."""
 OWN_STATISTICS = {"BatchNormalization", *(f"{lazy}BatchNorm{axes}d" for lazy in ("", "Lazy") for axes in (1, 2, 3))}
 """Layers that normalise over each rank's part of the batch, as docs/numerics.md says."""
 
