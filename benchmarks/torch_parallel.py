@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from benchmarks.parallel import HEADS, MODELS, THEIRS, Row
 from examples.gpt import Block, Gpt
 from hpctrain.backends.torch.process_groups import DefaultGroup
+from hpctrain.backends.torch.strategies.fsdp.layer_order import COMPARED_UPDATES
 from hpctrain.backends.torch.strategies.tp_group import cross_entropy
 from hpctrain.backends.torch.task.opening import open_torch
 from hpctrain.bench.ranks import timed, write_rows
@@ -241,7 +242,8 @@ def measure(names: Sequence[str], args: argparse.Namespace, world: World) -> lis
             over_gloo = DefaultGroup(world.everyone, torch.device("cpu")) if name in THEIRS else None
             contender = make()
             group = alone().everyone if name in ALONE else world.everyone
-            times[name] += timed(contender, args.steps, group)
+            # In its first updates, a model of sharded parameters also compares the order of its layers between ranks.
+            times[name] += timed(contender, args.steps, group, COMPARED_UPDATES)
             losses[name] = contender.loss
             if name in PLANS:
                 exchange[name] += contender.exchange[-args.steps :]

@@ -83,9 +83,9 @@ def take_turns(
     return {name: max(rank[name] for rank in everywhere) for name in contenders}, equal
 
 
-def timed(contender: Contender, steps: int, group: Group) -> list[float]:
+def timed(contender: Contender, steps: int, group: Group, warmup: int = WARMUP_STEPS) -> list[float]:
     """Seconds of each step, after a warm-up."""
-    for _ in range(WARMUP_STEPS):
+    for _ in range(warmup):
         contender.step()
     group.barrier("begin together")
     times = []
