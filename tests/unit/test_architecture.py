@@ -76,7 +76,7 @@ TOKENS: dict[str, int] = {
     "watch": 4697,
     "doctor": 4483,
     "horovod_wheel": 4081,
-    "bench": 8493,
+    "bench": 8499,
     "commands": 17019,
     "cli": 1039,
     "__main__": 159,
