@@ -42,11 +42,12 @@ class HostLeaves:
     """Leaves on the host: NumPy arrays and scalars, and bytes."""
 
     def kind(self, value: Any) -> str | None:
-        if isinstance(value, np.ndarray):
-            return "array"
         if isinstance(value, bytes):
             return "bytes"
-        return "number" if isinstance(value, np.generic) and not isinstance(value, (float, str)) else None
+        if not isinstance(value, (np.ndarray, np.generic)) or isinstance(value, float):
+            return None
+        kind = "array" if isinstance(value, np.ndarray) else "number"
+        return kind if value.dtype.kind in "biufc" else None
 
     def tensor(self, name: str, value: Any, placement: Placement) -> StateTensor:
         array = np.frombuffer(value, np.uint8) if isinstance(value, bytes) else np.asarray(value)
@@ -192,5 +193,6 @@ def _node(value: Any, describe: Callable[[Any], Any], where: str, path: tuple[st
         return ["dict", [[key, node] for key, node in nodes]]
     raise UserError(
         f"{where} is {kind_of(value)}, which cannot be saved",
-        "build it of dicts (keys: strings, whole numbers), lists, tuples, numbers, strings, bytes, arrays and tensors",
+        "build it of dicts (keys: strings, whole numbers), lists, tuples, numbers, strings, bytes, tensors and arrays "
+        "of numbers",
     )

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.errors import UserError
-from hpctrain.train.tree import put_together, take_apart
+from hpctrain.train.state import Placement
+from hpctrain.train.tree import HostLeaves, put_together, take_apart, tree_tensors
 
 NUMBERS = st.one_of(st.booleans(), st.integers(1 - 2**256, 2**256 - 1), st.floats(allow_nan=False))
 LEAVES = st.one_of(st.none(), st.text(max_size=5), NUMBERS)
@@ -76,3 +77,11 @@ def test_a_forged_structure_is_refused(text):
     arrays = {"structure": np.frombuffer(text.encode(), np.uint8)}
     with pytest.raises(UserError, match="what was saved of it cannot be restored"):
         put_together(arrays, lambda number, what: None, "it")
+
+
+@pytest.mark.parametrize("value", [np.array(["a"]), np.array([None]), np.datetime64(0, "s"), np.zeros(1, "f4,f4")])
+def test_arrays_of_anything_but_numbers_cannot_be_saved(value):
+    """It was an exception of the run, which was tried again."""
+    with pytest.raises(UserError, match="which cannot be saved") as refused:
+        tree_tensors("it", {"a": value}, Placement.FIRST, HostLeaves(), "it")
+    assert "arrays of numbers" in refused.value.fix
