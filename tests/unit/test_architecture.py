@@ -62,7 +62,7 @@ TOKENS: dict[str, int] = {
     "run": 26029,
     "data": 37769,
     "reduce": 11939,
-    "train": 14785,
+    "train": 14801,
     "tasks": 7617,
     "backends": 128021,
     "checkpoint": 50571,
