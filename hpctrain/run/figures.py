@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.system import safe_read
-from hpctrain.system.array_types import Floats
+from hpctrain.system.array_types import Floats, Reals
 from hpctrain.system.files import write_atomically
 from hpctrain.system.json_shape import is_count, maker, sound
 
@@ -151,11 +150,11 @@ def read_heat_map(path: Path) -> Floats | None:
     return excess if excess.size else None
 
 
-def _map_of(file: BinaryIO) -> NDArray[np.floating]:
+def _map_of(file: BinaryIO) -> Reals:
     """Reads the map's array from an npz archive. Raises ValueError if it is too large or not a map."""
     with zipfile.ZipFile(file) as archive, archive.open("excess.npy") as member:
         content = member.read(MOST_MAP_BYTES + 1)
-    values: NDArray[np.floating] = np.load(io.BytesIO(content), allow_pickle=False)
+    values: Reals = np.load(io.BytesIO(content), allow_pickle=False)
     if len(content) > MOST_MAP_BYTES or values.dtype.kind != "f" or values.ndim != 2:
         raise ValueError("not a map")
     return values

@@ -11,5 +11,7 @@ Array = NDArray[Any]
 """Any dtype."""
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+Reals = NDArray[np.floating]
+"""Of any precision."""
 Bytes = NDArray[np.uint8]
 Bools = NDArray[np.bool_]

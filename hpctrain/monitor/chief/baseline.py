@@ -10,7 +10,7 @@ import numpy as np
 from hpctrain.monitor.chief import slowness
 from hpctrain.monitor.chief.peers import Peers
 from hpctrain.monitor.window import CAUSES, Window
-from hpctrain.system.array_types import Array, Bools, Ints
+from hpctrain.system.array_types import Bools, Ints, Reals
 
 WARM_UP = 1
 """Windows ignored at the start: compilation, caches and connections distort them."""
@@ -31,16 +31,16 @@ class Baseline:
         self.peers = peers
         self.everyone = np.arange(ranks)
         self.seen = 0
-        self.learned: list[tuple[Array, Array, float, float, float]] = []
-        self.busy: Array | None = None
+        self.learned: list[tuple[Reals, Reals, float, float, float]] = []
+        self.busy: Reals | None = None
         """[N] typical busy seconds of each rank, once learned."""
-        self.noise: Array | None = None
+        self.noise: Reals | None = None
         """[N] noise of each rank: largest deviation of its excess in a learned window from the median over them."""
-        self.typical: Array | None = None
+        self.typical: Reals | None = None
         """[N, len(CAUSES)] typical seconds per step in each phase."""
         self.work = self.transfer = self.step = 0.0
 
-    def learn(self, window: Window, medians: Array) -> None:
+    def learn(self, window: Window, medians: Reals) -> None:
         """Adds a window to the baseline unless it is frozen."""
         if self.busy is not None or len(window.ranks) != self.ranks:
             return
@@ -59,18 +59,18 @@ class Baseline:
         self.noise = np.abs(excesses - np.median(excesses, axis=0)).max(axis=0)
         self.learned.clear()
 
-    def growth(self, window: Window, medians: Array) -> Array | None:
+    def growth(self, window: Window, medians: Reals) -> Reals | None:
         """[R] ratio of busy time to the baseline, for equal work; None while there is no baseline."""
         if self.busy is None:
             return None
         more_work = max(1.0, float(np.median(window.work)) / self.work) if self.work > 0 else 1.0
         return np.asarray(medians / np.maximum(self.busy[window.ranks] * more_work, 1e-9))
 
-    def excess(self) -> Array | None:
+    def excess(self) -> Reals | None:
         """[N] fraction by which each rank exceeded its peers at the start of the run."""
         return None if self.busy is None else self.peers.excess(self.busy, self.everyone, self.busy)
 
-    def fell_behind(self, medians: Array, growth: Array | None, slow: float) -> Bools:
+    def fell_behind(self, medians: Reals, growth: Reals | None, slow: float) -> Bools:
         """[N] ranks that have slowed down, and more than their peers have; none while there is no baseline.
 
         Used for two or three ranks, where the median of the others cannot distinguish a slow rank from a fast peer.
@@ -97,11 +97,11 @@ class Pauses:
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        self.windows: deque[tuple[Ints, Array, float]] = deque(maxlen=REMEMBERED)
+        self.windows: deque[tuple[Ints, Reals, float]] = deque(maxlen=REMEMBERED)
         self.bursts = np.zeros((ranks, len(CAUSES)))
         """[N, len(CAUSES)] seconds per step in each phase beyond the typical step; newer windows weigh more."""
 
-    def add(self, window: Window, busy: Array) -> None:
+    def add(self, window: Window, busy: Reals) -> None:
         """Adds a window; ``busy`` holds its busy times corrected for work."""
         counts, seconds = np.zeros(self.ranks, dtype=np.int64), np.zeros(self.ranks, dtype=np.float32)
         counts[window.ranks], seconds[window.ranks] = slowness.pauses(busy)
@@ -109,7 +109,7 @@ class Pauses:
         self.bursts *= 1 - 1 / RECENT
         self.bursts[window.ranks] += window.mean - window.typical
 
-    def sums(self, windows: int) -> tuple[Ints, Array]:
+    def sums(self, windows: int) -> tuple[Ints, Reals]:
         """[N] number of pauses in the last ``windows`` windows, and [N] fraction of their time lost to pauses."""
         last = list(self.windows)[-windows:]
         total = max(math.fsum(total for _, _, total in last), 1e-9)

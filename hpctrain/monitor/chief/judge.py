@@ -15,7 +15,7 @@ from hpctrain.monitor.chief.finding import Finding, FindingState, Kind, Suspicio
 from hpctrain.monitor.chief.peers import Peers, heaviest
 from hpctrain.monitor.window import CAUSES, GC, Window
 from hpctrain.run.grid import Grid
-from hpctrain.system.array_types import Array, Bools, Ints
+from hpctrain.system.array_types import Bools, Ints, Reals
 
 
 @dataclass(frozen=True)
@@ -57,19 +57,19 @@ class Measures:
     """One window in numbers, for the live view and the heat map. Shares are fractions of 1."""
 
     window: Window
-    medians: Array
+    medians: Reals
     """[R] median busy seconds per step, corrected for work."""
-    raw: Array
+    raw: Reals
     """[R] fraction above the median of the others, without the correction for work."""
-    excess: Array
+    excess: Reals
     """[R] the same with or without the correction, whichever is smaller."""
-    cost: Array
+    cost: Reals
     """[R] fraction of the window that the job would save without this rank's delay."""
     slow: Bools
     """[R] slow in this window."""
     few: Bools
     """[R] with too few peers for their median to be a reference."""
-    levelled: Array
+    levelled: Reals
     """[R] medians as multiples of their peers' median."""
     chance: float = 0.0
     """Fraction by which a rank's median may differ by chance, because its steps differ."""
@@ -128,7 +128,7 @@ class Judge:
         self.baseline.learn(window, now.medians)
         return verdicts
 
-    def measure(self, window: Window, busy: Array) -> Measures:
+    def measure(self, window: Window, busy: Reals) -> Measures:
         """Measures one window; compares ranks within it."""
         medians, ranks, past = np.median(busy, axis=1), window.ranks, self.baseline.busy
         raw = self.peers.excess(np.median(window.busy, axis=1), ranks, past)
@@ -148,7 +148,7 @@ class Judge:
 
     # --- ranks -------------------------------------------------------------------------------------------------------
 
-    def slow_ranks(self, now: Measures, own: Array | None) -> tuple[Bools, bool]:
+    def slow_ranks(self, now: Measures, own: Reals | None) -> tuple[Bools, bool]:
         """Returns [R] ranks that are slower than their peers in the typical step, and whether they are too many."""
         window, slow = now.window, now.slow
         size, few = len(window.ranks), now.few
@@ -178,7 +178,7 @@ class Judge:
         """[N] ranks confirmed as slow or pausing."""
         return np.asarray(self.accused.confirmed | self.pausers.confirmed)
 
-    def slow_group(self, medians: Array, own: Array | None, chance: float) -> Bools | None:
+    def slow_group(self, medians: Reals, own: Reals | None, chance: float) -> Bools | None:
         """[R] slow ranks, if they are numerous enough to distort the spread or even the median; otherwise None.
 
         Up to half of the ranks show as a gap between two groups; more than half, only against their own baseline.
@@ -247,7 +247,7 @@ class Judge:
             note="together with the other slow ranks" if together.sum() > len(ranks) else "",
         )
 
-    def extra_of(self, window: Window, places: Ints) -> Array:
+    def extra_of(self, window: Window, places: Ints) -> Reals:
         """[len(places), len(CAUSES)] seconds per step in each phase above the peers', or the baseline's if few."""
         usual, past = np.zeros(window.typical.shape), self.baseline.typical
         for group in self.peers.groups(window.ranks):
@@ -276,7 +276,7 @@ class Judge:
             cost=float(now.cost[worst]),
         )
 
-    def is_one_host_that_changed(self, window: Window, slow: Bools, own: Array | None) -> bool:
+    def is_one_host_that_changed(self, window: Window, slow: Bools, own: Reals | None) -> bool:
         """Whether the slow ranks are exactly one host's, and only they have slowed down."""
         if own is None or not slow.any() or slow.all():
             return False
@@ -322,7 +322,7 @@ class Judge:
 
     # --- all ranks ---------------------------------------------------------------------------------------------------
 
-    def turns(self, window: Window, busy: Array, blamed: Bools) -> float:
+    def turns(self, window: Window, busy: Reals, blamed: Bools) -> float:
         """Fraction of the time lost because peers that are not blamed take turns at being slowest."""
         step_s = slowness.step_seconds(window.busy, window.wait) / window.steps
         if self.peers.by_own_past or step_s < self.rule.shortest_turns:
@@ -331,7 +331,7 @@ class Judge:
         groups = [group for group in self.peers.groups(window.ranks[~blamed]) if len(group) > 1]
         return max((slowness.cost_of_turns(busy[group], wait[group]) for group in groups), default=0.0)
 
-    def imbalance(self, now: Measures, busy: Array, turns: float) -> list[Finding]:
+    def imbalance(self, now: Measures, busy: Reals, turns: float) -> list[Finding]:
         """Finding about unequal work: it varies from step to step, reported or not, or a rank always has more."""
         window = now.window
         least = max(self.rule.slow, slowness.chance_excess(window.busy, self.rule.z))
@@ -379,7 +379,7 @@ class Judge:
             load=load,
         )
 
-    def change_of_all(self, now: Measures, own: Array, blamed: Bools) -> list[Finding]:
+    def change_of_all(self, now: Measures, own: Reals, blamed: Bools) -> list[Finding]:
         """Findings about a slower exchange, or about all ranks being slower than at the start.
 
         Ranks already blamed are left out: a global finding needs at least 80% of the others to be slower.

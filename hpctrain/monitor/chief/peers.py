@@ -9,7 +9,7 @@ import numpy as np
 
 from hpctrain.monitor.chief import slowness
 from hpctrain.run.grid import Grid
-from hpctrain.system.array_types import Array, Bools, Ints
+from hpctrain.system.array_types import Bools, Ints, Reals
 
 AXES = ("stage", "tensor")
 
@@ -60,7 +60,7 @@ class Peers:
             found[group] = len(group) <= self.most_few
         return found
 
-    def compared(self, ranks: Ints, past: Array | None) -> Iterator[tuple[Ints, Array]]:
+    def compared(self, ranks: Ints, past: Reals | None) -> Iterator[tuple[Ints, Reals]]:
         """Groups of compared ranks, with the divisors of their times; none if they cannot be compared yet.
 
         Args:
@@ -68,14 +68,14 @@ class Peers:
             past: [N] typical busy seconds of each rank at the start of the run; None if not known yet.
         """
         if not self.by_own_past:
-            scale: Array = np.ones(len(ranks))
+            scale: Reals = np.ones(len(ranks))
         elif past is None:
             return
         else:
             scale = np.maximum(past[ranks], 1e-9)
         yield from ((group, scale[group]) for group in self.groups(ranks))
 
-    def excess(self, values: Array, ranks: Ints, past: Array | None) -> Array:
+    def excess(self, values: Reals, ranks: Ints, past: Reals | None) -> Reals:
         """[R] fraction by which each rank's value is above the median of its peers."""
         found = np.zeros(len(values))
         for group, scale in self.compared(ranks, past):
@@ -83,7 +83,7 @@ class Peers:
                 found[group] = slowness.excess_of_each(values[group] / scale)
         return found
 
-    def robust_z(self, medians: Array, busy: Array, ranks: Ints, past: Array | None) -> Array:
+    def robust_z(self, medians: Reals, busy: Reals, ranks: Ints, past: Reals | None) -> Reals:
         """[R] ``statistics.robust_z`` within each group."""
         found = np.zeros(len(medians))
         for group, scale in self.compared(ranks, past):
@@ -92,7 +92,7 @@ class Peers:
                 found[group] = slowness.robust_z(medians[group] / scale, busy[group] / scale[:, None], between)
         return found
 
-    def levelled(self, medians: Array, ranks: Ints, past: Array | None) -> Array:
+    def levelled(self, medians: Reals, ranks: Ints, past: Reals | None) -> Reals:
         """[R] medians as multiples of the peers' median: differences between stages or tensor indexes drop out."""
         found = np.ones(len(medians))
         for group, scale in self.compared(ranks, past):
@@ -105,7 +105,7 @@ class Peers:
         stage, tensor = np.divmod(self.cohort[ranks], self.grid.tensor)
         return np.asarray((stage if axis == "stage" else tensor) == index)
 
-    def levels(self, medians: Array, ranks: Ints, counts: Bools) -> dict[int, float]:
+    def levels(self, medians: Reals, ranks: Ints, counts: Bools) -> dict[int, float]:
         """Seconds of each cohort, by number: the (lower) median over its ranks that count."""
         number = self.cohort[ranks]
         found = {}

@@ -12,7 +12,7 @@ from statistics import NormalDist
 import numpy as np
 
 from hpctrain.monitor.window import BUSY, CAUSES, GC
-from hpctrain.system.array_types import Array, Bools, Ints
+from hpctrain.system.array_types import Bools, Ints, Reals
 from hpctrain.train.clock import Phase
 
 MAD_TO_SIGMA = 1.4826
@@ -29,25 +29,25 @@ EVEN_NOISE = 0.15
 """Largest spread of equal batches: healthy steps spread by up to 10%, which a window of 8 ranks measures to 1.4%."""
 
 
-def median_of_others(values: Array) -> Array:
+def median_of_others(values: Reals) -> Reals:
     """[R] for each rank, the median of all other ranks (R >= 2)."""
     n = len(values)
     order = np.argsort(values, kind="stable")
     place = np.empty(n, dtype=np.int64)
     place[order] = np.arange(n)
-    ordered: Array = values[order]
+    ordered: Reals = values[order]
     low, high = (n - 2) // 2, (n - 1) // 2
-    median: Array = (ordered[low + (low >= place)] + ordered[high + (high >= place)]) / 2
+    median: Reals = (ordered[low + (low >= place)] + ordered[high + (high >= place)]) / 2
     return median
 
 
-def excess_of_each(values: Array) -> Array:
+def excess_of_each(values: Reals) -> Reals:
     """[R] fraction by which each rank's value is above the median of the others."""
     others = median_of_others(values)
     return (values - others) / np.maximum(others, 1e-9)
 
 
-def robust_z(medians: Array, busy: Array, between: bool = True) -> Array:
+def robust_z(medians: Reals, busy: Reals, between: bool = True) -> Reals:
     """[R] distance of each rank's median from the others' in robust standard deviations.
 
     The scale is the largest of: the spread between ranks (median absolute deviation), the error of one rank's median
@@ -66,7 +66,7 @@ def robust_z(medians: Array, busy: Array, between: bool = True) -> Array:
     return (medians - median_of_others(medians)) / scale
 
 
-def cost_of_each(busy: Array, wait: Array) -> Array:
+def cost_of_each(busy: Reals, wait: Reals) -> Reals:
     """[R] fraction of the window saved if this rank were no slower than the slowest other rank in every step.
 
     ``sum_k(max_j busy_j - max_{j != r} busy_j) / sum_k step``: the what-if of a job without the rank's delay.
@@ -79,7 +79,7 @@ def cost_of_each(busy: Array, wait: Array) -> Array:
     return saved / step_seconds(busy, wait)
 
 
-def cost_of_group(busy: Array, wait: Array, members: Bools) -> float:
+def cost_of_group(busy: Reals, wait: Reals, members: Bools) -> float:
     """Fraction of the window saved if these ranks were no slower than the slowest of the rest in every step."""
     if members.all():
         return 0.0
@@ -87,12 +87,12 @@ def cost_of_group(busy: Array, wait: Array, members: Bools) -> float:
     return float(np.maximum(busy.max(axis=0) - rest, 0).sum() / step_seconds(busy, wait))
 
 
-def step_seconds(busy: Array, wait: Array) -> float:
+def step_seconds(busy: Reals, wait: Reals) -> float:
     """Seconds that the window took: the median over ranks of busy plus wait."""
     return max(float(np.median((busy + wait).sum(axis=1))), 1e-9)
 
 
-def work_explains(busy: Array, work: Array) -> Array:
+def work_explains(busy: Reals, work: Reals) -> Reals:
     """[R, S] seconds of each busy time explained by more (or less) work than in the typical step.
 
     If work varies from step to step, time follows the power of it that fits best, see ``fit_work``. If it does not
@@ -104,16 +104,16 @@ def work_explains(busy: Array, work: Array) -> Array:
     if varies(work):
         power, slope = fit_work(busy, work)
         return np.float64(slope) * ((np.maximum(work, 0) / centre) ** power - 1)
-    excess: Array = np.maximum(work - centre, 0)
+    excess: Reals = np.maximum(work - centre, 0)
     return float(np.median(busy)) / centre * excess
 
 
-def varies(work: Array) -> bool:
+def varies(work: Reals) -> bool:
     """Whether ranks' work changes from step to step, by more than 1% of the median."""
     return float(np.std(work - work.mean(axis=1, keepdims=True))) > 0.01 * float(np.median(work)) > 0
 
 
-def fit_work(busy: Array, work: Array) -> tuple[float, float]:
+def fit_work(busy: Reals, work: Reals) -> tuple[float, float]:
     """Fits busy times to powers of work, within ranks, so that a slow rank is not mistaken for a loaded one.
 
     Returns:
@@ -132,17 +132,17 @@ def fit_work(busy: Array, work: Array) -> tuple[float, float]:
     return best[1:]
 
 
-def uneven_cost(busy: Array, wait: Array) -> float:
+def uneven_cost(busy: Reals, wait: Reals) -> float:
     """Fraction of the window in which the typical rank waits for the slowest one."""
     return float((busy.max(axis=0) - np.median(busy, axis=0)).sum() / step_seconds(busy, wait))
 
 
-def cost_of_spread(busy: Array, wait: Array) -> float:
+def cost_of_spread(busy: Reals, wait: Reals) -> float:
     """Fraction of the window saved if each step's work were equal on all ranks: each would take the ranks' mean."""
     return float((busy.max(axis=0) - busy.mean(axis=0)).sum() / step_seconds(busy, wait))
 
 
-def cost_of_turns(busy: Array, wait: Array) -> float:
+def cost_of_turns(busy: Reals, wait: Reals) -> float:
     """``cost_of_spread`` without typical noise, if ranks take turns at being slowest; 0 if that is noise or pauses.
 
     The fast steps distinguish them: a light batch makes a step shorter than the rank's median, a pause never does, and
@@ -158,18 +158,18 @@ def cost_of_turns(busy: Array, wait: Array) -> float:
     return max(cost_of_spread(busy, wait) - noise, 0.0)
 
 
-def spread_below(busy: Array) -> float:
+def spread_below(busy: Reals) -> float:
     """Standard deviation of the logarithm of a rank's steps, from the lower quartile, so without pauses."""
     own = np.maximum(np.median(busy, axis=1, keepdims=True), 1e-9)
     return -MAD_TO_SIGMA * math.log(max(float(np.quantile(busy / own, 0.25)), 1e-9))
 
 
-def chance_excess(busy: Array, z: float) -> float:
+def chance_excess(busy: Reals, z: float) -> float:
     """Fraction by which the median of a rank's steps is larger by chance, at ``z`` standard errors."""
     return math.expm1(z * MEDIAN_ERROR * spread_below(busy) / math.sqrt(busy.shape[1]))
 
 
-def pauses(busy: Array) -> tuple[Ints, Array]:
+def pauses(busy: Reals) -> tuple[Ints, Reals]:
     """Counts single long steps, which medians do not show.
 
     A pause is a step longer than 1.5 times the rank's own median in which the rank is also the slowest. Consecutive
@@ -204,7 +204,7 @@ def chance_of_so_many(count: int, total: int, ranks: int) -> float:
     return min(1.0, sum(math.exp(term) for term in terms))
 
 
-def upper_group(medians: Array, gap: float) -> Bools:
+def upper_group(medians: Reals, gap: float) -> Bools:
     """[R] ranks above the widest relative gap in the sorted medians, if that gap is at least ``gap``."""
     ordered = np.sort(medians)
     widths = np.diff(ordered) / np.maximum(ordered[:-1], 1e-9)
@@ -212,7 +212,7 @@ def upper_group(medians: Array, gap: float) -> Bools:
     return medians > ordered[below] if widths[below] >= gap else np.zeros(len(medians), dtype=bool)
 
 
-def transfer_seconds(wait: Array) -> float:
+def transfer_seconds(wait: Reals) -> float:
     """Seconds of the exchange itself: median over steps of the smallest wait (the last rank waits for no other)."""
     return float(np.median(wait.min(axis=0)))
 
@@ -229,7 +229,7 @@ DOMINANT = 0.8
 COMPUTE_PHASES = (Phase.TO_DEVICE, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 
 
-def cause_of(extra: Array, normal: Array) -> str:
+def cause_of(extra: Reals, normal: Reals) -> str:
     """Returns the name of the cause.
 
     A phase that holds 80% of the excess is the cause, unless the rest of the step is slower by a similar factor: a

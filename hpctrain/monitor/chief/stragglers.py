@@ -11,7 +11,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.errors import RunFailed
 from hpctrain.monitor import window
@@ -23,7 +22,7 @@ from hpctrain.monitor.framing import Message
 from hpctrain.run.events import RankDevice, Straggler
 from hpctrain.run.run_status import LiveRank, LiveWindow
 from hpctrain.run.time_account import SHORT_S
-from hpctrain.system.array_types import Ints
+from hpctrain.system.array_types import Ints, Reals
 from hpctrain.system.files import write_atomically
 
 COLUMNS = 512
@@ -44,7 +43,7 @@ class Heat:
         self.window_steps = window_steps
         self.used = 0
 
-    def add(self, index: int, ranks: Ints, excess: NDArray[np.floating]) -> None:
+    def add(self, index: int, ranks: Ints, excess: Reals) -> None:
         """Adds a window."""
         while (column := index * self.window_steps // self.steps_per_column) >= COLUMNS:
             self.values[:, : COLUMNS // 2] = np.fmax(self.values[:, ::2], self.values[:, 1::2])
