@@ -158,13 +158,14 @@ def report(verdict: RunVerdict, run_dir: RunDir, command: Sequence[str] = (), sa
     """
     if verdict.action is Action.DONE:
         return True
-    fix = f"\n  fix: {verdict.fix}" if verdict.fix else ""
     logs = "" if verdict.exit_code in (ExitCode.STOPPED, ExitCode.USER_ERROR) else f"\n  logs: {run_dir.logs}"
     resume = ""
     if command and verdict.exit_code is not ExitCode.USER_ERROR:
         step = newest_step(run_dir, None)
         where = f" {begins(run_dir, step)}" if saves or step is not None else ""
         resume = f"\n  resume{where}: {shlex.join(command)}"
+    needs_fix = verdict.fix and not (resume and verdict.exit_code is ExitCode.STOPPED)
+    fix = f"\n  fix: {verdict.fix}" if needs_fix else ""
     return say(f"{verdict.reason}{fix}{logs}{resume}")
 
 

@@ -18,6 +18,9 @@ import hpctrain
 from hpctrain import BaseHook, StopReason, TorchTask
 
 
+optuna.logging.set_verbosity(optuna.logging.WARNING)  # not a line for each process that opens the study
+
+
 def open_study(path: str) -> optuna.Study:
     """The study in a file on a shared disk; the lock is a file next to it, which also works on NFS."""
     storage = JournalStorage(JournalFileBackend(path, lock_obj=JournalFileOpenLock(path)))

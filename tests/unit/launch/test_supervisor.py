@@ -485,6 +485,9 @@ def test_the_end_of_a_run_names_the_step_and_the_command_that_resumes_it(tmp_pat
     assert f"resume from step 7: {shlex.join(command)}" in capfd.readouterr().err
     report(dataclasses.replace(verdict, exit_code=ExitCode.USER_ERROR), run, command)
     assert "resume" not in capfd.readouterr().err
+    stopped = RunVerdict(Action.STOP, ExitCode.STOPPED, "stopped by ada", "the same command resumes it")
+    report(stopped, run, command)
+    assert "fix:" not in capfd.readouterr().err, "a stop on request is no failure, and the command is in the last line"
     writer = EventWriter(run.events, print)
     newer = "from step 125 if its snapshot is complete, else "
     for step in (115, 125):
