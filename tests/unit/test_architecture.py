@@ -70,7 +70,7 @@ TOKENS: dict[str, int] = {
     "track": 6434,
     "rank": 15633,
     "programs": 4866,
-    "launch": 50292,
+    "launch": 50308,
     "report": 11575,
     "callbacks": 932,
     "watch": 4697,
