@@ -17,7 +17,6 @@ from optuna.trial import TrialState
 import hpctrain
 from hpctrain import BaseHook, StopReason, TorchTask
 
-
 optuna.logging.set_verbosity(optuna.logging.WARNING)  # not a line for each process that opens the study
 
 
