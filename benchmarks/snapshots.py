@@ -38,7 +38,7 @@ from hpctrain.system.shared_memory import FOLDER
 from hpctrain.train.clock import IntervalClock
 from hpctrain.train.framework import Facts
 from hpctrain.train.state import ArrayTensor, TrainState
-from hpctrain.train.tree import HostLeaves
+from hpctrain.train.tree import Leaves
 
 IDENTITY = {"config": {"seed": 0, "train": {}}, "global_batch": 1, "data": ""}
 TENSORS = 60
@@ -48,7 +48,7 @@ TENSORS = 60
 class Numbers:
     """Parameters and Adam's moments in fp32, with a framework's interface."""
 
-    facts = Facts("numpy", HostLeaves(), 0)
+    facts = Facts("numpy", Leaves(), 0)
 
     def __init__(self, params: int) -> None:
         values = np.ones((3, TENSORS, params // TENSORS), np.float32)

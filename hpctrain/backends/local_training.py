@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.backends.update import UpdateResult
 from hpctrain.comm.group import Group
@@ -20,6 +19,7 @@ from hpctrain.config.sections import SyncConfig
 from hpctrain.errors import Code, NoRequeue
 from hpctrain.reduce.outer_step import Flat, FlatSums, OuterStep, is_due
 from hpctrain.reduce.reducer_choice import ReducerChoice
+from hpctrain.system.array_types import Array
 from hpctrain.train.framework import (
     Facts,
     Framework,
@@ -32,7 +32,6 @@ from hpctrain.train.framework import (
     samples_of,
 )
 from hpctrain.train.metrics import Meter
-from hpctrain.train.schedule import Factors
 from hpctrain.train.state import ArrayTensor, Placement, StateTensor, TrainState
 from hpctrain.train.stateful import make_equal, value_of
 
@@ -96,10 +95,9 @@ def covered(sizes: Sequence[int], at: slice) -> list[tuple[int, slice, slice]]:
     return found
 
 
-def of_rank(tensor: Any) -> StateTensor:
+def of_rank(tensor: StateTensor) -> StateTensor:
     """A StateTensor that is normally replicated, as rank-local state during local training."""
-    own: StateTensor = replace(tensor, placement=Placement.RANK, tiling=None)
-    return own
+    return replace(tensor, placement=Placement.RANK, tiling=None)
 
 
 def inner_world(world: World, config: SyncConfig) -> World:
@@ -118,7 +116,7 @@ class HostFlatWeights:
 
     state_tensor = ArrayTensor
 
-    def __init__(self, group: Group, weights: Callable[..., NDArray[Any]], set_weights: Callable[..., None]) -> None:
+    def __init__(self, group: Group, weights: Callable[..., Array], set_weights: Callable[..., None]) -> None:
         self.group, self.size, self.weights, self.set_weights = group, group.size, weights, set_weights
         self.begin_add = group.begin_add
         values = weights()
@@ -126,7 +124,7 @@ class HostFlatWeights:
         set_weights(values)
         self.dtype = values.dtype
 
-    def array(self, values: NDArray[Any]) -> NDArray[Any]:
+    def array(self, values: Array) -> Array:
         return np.array(values, self.dtype)
 
     def close(self) -> None:
@@ -146,6 +144,7 @@ class LocalFramework(FrameworkOfParts):
 
     def __init__(self, framework: Apart, world: World, inner: World, config: SyncConfig, apart: ReducerChoice) -> None:
         self.framework = self.evaluator = self.source = framework
+        self.dry_call, self.set_learning_rate = framework.dry_call, framework.set_learning_rate
         self.world, self.group, self.config, self.apart = world, inner.data, config, apart
         self.meeting = world.data.split("outer steps", 0)
         self.flat = framework.flat_weights(self.meeting, world.data if apart.config.kind == "nccl" else None)
@@ -181,9 +180,6 @@ class LocalFramework(FrameworkOfParts):
         self.outer.settle()
         self.outer.begin(self.flat.weights())
 
-    def set_learning_rate(self, factors: Factors) -> None:
-        self.framework.set_learning_rate(factors)
-
     def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> StepResult:
         self._own_weights()
         if self.is_loaded:
@@ -210,14 +206,11 @@ class LocalFramework(FrameworkOfParts):
             self.flat.set_weights(self.outer.end_round(self.flat.weights()))
         return result
 
-    def dry_call(self, batch: HostBatch, validation: Sequence[HostBatch] = (), pair: HostBatch | None = None) -> None:
-        self.framework.dry_call(batch, validation, pair)
-
     def evaluate(self, batch: HostBatch, meters: Iterable[Meter] = ()) -> Sums:
         self._outer_weights()
         return self.framework.evaluate(batch, meters)
 
-    def predict(self, batch: HostBatch) -> dict[str, NDArray[Any]]:
+    def predict(self, batch: HostBatch) -> dict[str, Array]:
         self._outer_weights()
         return self.framework.predict(batch)
 
@@ -239,7 +232,7 @@ class LocalFramework(FrameworkOfParts):
         own = (one if one.placement is Placement.RANK else of_rank(one) for one in found)
         return [*own, *(one for one in kept if one.shape[0])]
 
-    def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+    def load(self, arrays: Mapping[str, Array]) -> None:
         """Loads saved state; on a different number of ranks, each rank gets the mean over the saved ranks."""
         self.aside, self.is_loaded = None, True
         self.framework.load(arrays)

@@ -8,7 +8,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
@@ -44,11 +44,12 @@ def parameter_of(name: str) -> str:
     return rest.partition("/")[2] if kind == "optimizer" else rest
 
 
-class Assignable(StateTensor, Protocol):
+class Assignable(StateTensor):
     """A StateTensor that can be assigned."""
 
     def loading(self) -> AbstractContextManager[Callable[[Array, int], None]]:
         """Yields ``load(rows, first_row)``, which assigns rows in the form of ``copy_into``; call it for all rows."""
+        raise NotImplementedError
 
 
 def load_tensors(tensors: Iterable[Assignable], arrays: Mapping[str, Array]) -> None:

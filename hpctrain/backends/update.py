@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hpctrain.comm.group import Group
 from hpctrain.config.sections import TrainConfig
-from hpctrain.reduce.flat_layout import ExchangeResult
+from hpctrain.reduce.flat_layout import LOSS, WEIGHT, WEIGHTED, ExchangeResult
 from hpctrain.train.framework import GRADIENT, NonFiniteLoss, Sums
 from hpctrain.train.state import ArrayTensor
 
@@ -123,6 +123,37 @@ class UpdateRule:
 def rule_of(train: TrainConfig, optimizer: str = "") -> UpdateRule:
     """The update rule of the run file, for the named optimizer if there are several."""
     return UpdateRule(train.clip_norm, LossScale(optimizer) if train.precision == "fp16" else None)
+
+
+def decided(
+    slots: Any,
+    norm: Any,
+    scale: Any,
+    clip_norm: float | None,
+    where: Callable[[Any, Any, float], Any],
+    is_finite: Callable[[Any], Any],
+) -> tuple[Any, Any]:
+    """What ``UpdateRule.decide`` decides, computed by a framework where its tensors are: the factor for gradients, and
+    whether they are sound.
+
+    The operations are those of the host, in float64, so the results are the same bits.
+
+    Args:
+        slots: summed slots, float64.
+        norm: L2 norm of the summed gradients, float64; None if it is not needed.
+        scale: loss scale of these gradients.
+        clip_norm: limit of the norm.
+        where, is_finite: functions of the framework.
+    """
+    weight = slots[WEIGHT]
+    divisor = where((slots[WEIGHTED] != 0) & (weight != 0), weight, 1.0)
+    sound, divisor, clip = is_finite(slots[LOSS] / divisor), divisor * scale, 1.0
+    if norm is not None:
+        norm = norm / divisor
+        sound = sound & is_finite(norm)
+        if clip_norm is not None:
+            clip = where(norm > clip_norm, clip_norm / norm, 1.0)
+    return clip / divisor, sound
 
 
 def clip_factor(norm: float | None, limit: float | None) -> float:

@@ -209,7 +209,7 @@ class LeftOut:
                 continue
             out = None
             if not tensor.is_trained:
-                shape, item = tuple(tensor.shape) or (1,), ITEM_TYPES[tensor.dtype]
+                shape, item = tensor.shape or (1,), ITEM_TYPES[tensor.dtype]
                 rows = max(1, SAMPLE_BYTES // SAMPLES // max(1, item.itemsize * math.prod(shape[1:])))
                 is_whole = shape[0] <= SAMPLES * rows
                 begins = [0] if is_whole else [(shape[0] - rows) * at // (SAMPLES - 1) for at in range(SAMPLES)]

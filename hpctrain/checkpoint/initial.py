@@ -181,7 +181,7 @@ class PresentState(SavedArrays):
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         tensor = self.state[name]
-        return tensor.cut.shape if tensor.cut else tuple(tensor.shape)
+        return tensor.cut.shape if tensor.cut else tensor.shape
 
     def dtype_of(self, name: str) -> np.dtype[Any]:
         return ITEM_TYPES[self.state[name].dtype]

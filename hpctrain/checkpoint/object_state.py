@@ -42,7 +42,7 @@ def state_of(objects: Sequence[Kept], leaves: Leaves) -> ObjectState:
             raise UserError(f"two objects with state are called {one.label}", "give each a unique name")
         placements |= {one.name: one.placement.value} if found else {}
         tensors += found
-    check_tensors([TensorSpec(tensor.name, tuple(tensor.shape), tensor.dtype, None) for tensor in tensors])
+    check_tensors([TensorSpec(tensor.name, tensor.shape, tensor.dtype, None) for tensor in tensors])
     return ObjectState(placements, tensors)
 
 

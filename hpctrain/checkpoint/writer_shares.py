@@ -52,7 +52,7 @@ def share_of(
 def spec_of(tensor: StateTensor, peers: Group) -> TensorSpec:
     """What the manifest says of a tensor; rank-local state is named after its rank."""
     owner = peers.rank if tensor.placement is Placement.RANK else None
-    return TensorSpec(tensor.name, tuple(tensor.shape), tensor.dtype, owner)
+    return TensorSpec(tensor.name, tensor.shape, tensor.dtype, owner)
 
 
 def bytes_everywhere(tensor: StateTensor, spec: TensorSpec, group: Group, peers: Group) -> int:

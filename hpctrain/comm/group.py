@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -125,14 +126,11 @@ class Group:
         if any(shape[1:] != shapes[0][1:] or kind != described[0][1] for shape, kind in described):
             kinds = ", ".join(f"{kind}{shape}" for shape, kind in described)
             raise RunFailed(f"arrays of the ranks do not fit together: {kinds}", "give all but the first axis one size")
-        out = np.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), values.dtype)
-        if out.nbytes > LARGEST_BYTES:
-            raise RunFailed(f"the arrays of all ranks together have {out.nbytes} bytes", "gather 1 GiB at most")
-        row = out.nbytes // max(len(out), 1)
-        sizes = [shape[0] * row for shape in shapes]
-        mine = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-        self._wait(self.comm.Iallgatherv(mine, (out.reshape(-1).view(np.uint8), sizes)), what, timeout_s)
-        return out
+        lengths = [math.prod(shape) for shape in shapes]
+        if (total := sum(lengths) * values.itemsize) > LARGEST_BYTES:
+            raise RunFailed(f"the arrays of all ranks together have {total} bytes", "gather 1 GiB at most")
+        everything = self.join(np.ascontiguousarray(values).reshape(-1), lengths, what, timeout_s)
+        return everything.reshape(sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def broadcast(
         self, value: Any, what: str = "broadcast a value", root: int = 0, timeout_s: float = TIMEOUT_S
@@ -394,22 +392,15 @@ class Group:
         self._wait(request, what, timeout_s, awake_s=timeout_s)
 
     def _send(self, arrays: Arrays, rank: int, what: str, timeout_s: float) -> None:
-        assert self.comm
         rows = {name: np.asarray(array, order="C") for name, array in arrays.items()}
         head = json.dumps({name: [array.shape, array.dtype.str] for name, array in rows.items()}).encode()
-        size = np.array([len(head)], dtype=np.int64)
-        messages: list[NDArray[Any]] = [size, np.frombuffer(head, np.uint8), *rows.values()]
-        for values in messages:
-            for piece in pieces_of(values):
-                self._wait(self.comm.Isend(piece, rank), what, timeout_s)
+        messages: list[NDArray[Any]] = [np.array([len(head)], np.int64), np.frombuffer(head, np.uint8), *rows.values()]
+        sent = [self.post(values, rank, 0) for values in messages]
+        self.wait_until(lambda: all(done() for done in sent), what, timeout_s)
 
     def _receive(self, rank: int, what: str, timeout_s: float) -> Arrays:
-        assert self.comm
-        begin = self.comm.Irecv
-
         def fill(values: NDArray[Any]) -> NDArray[Any]:
-            for piece in pieces_of(values):
-                self._wait(begin(piece, rank), what, timeout_s)
+            self.fetch(values, rank, 0, what, timeout_s)
             return values
 
         head = json.loads(fill(np.empty(fill(np.empty(1, np.int64))[0], np.uint8)).tobytes())

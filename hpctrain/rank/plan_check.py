@@ -108,7 +108,6 @@ class Unchosen(ReducerChoice):
 def opened(config: Config, world: World) -> Iterator[TorchFramework]:
     """Opens a rank's framework, which can exchange nothing."""
     from hpctrain.backends.torch.strategies.built import closing_default_group
-    from hpctrain.backends.torch.strategies.exchange import HostExchange
     from hpctrain.backends.torch.task.opening import open_torch
 
     problem = make_problem(config, world)
@@ -117,11 +116,9 @@ def opened(config: Config, world: World) -> Iterator[TorchFramework]:
         raise UserError(f"{config.task} is a KerasTask, whose model every rank holds whole", "leave --check out")
     reduce = dataclasses.replace(config.reduce, kind="mpi")  # for which strategies open no process group
     settings = StepSettings(config.train, config.parallel, reduce, config.seed, config.features())
-    exchange = lambda group, device, waiting: HostExchange(group, waiting)  # noqa: E731  without shared memory
     with closing_default_group():
-        framework = open_torch(
-            problem.task, world, settings, IntervalClock(), Unchosen(reduce, world), exchange, allocates=False
-        )
+        choice = Unchosen(reduce, world)
+        framework = open_torch(problem.task, world, settings, IntervalClock(), choice, allocates=False)
         with closing(framework):
             yield framework
 

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from hpctrain.comm.group import Group
 from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.flat_layout import SLOTS, Layout
 from hpctrain.reduce.mpi_allreduce import FlatAllreduce, HostAllreduce, duplicate
-from hpctrain.reduce.shm_allreduce import open_shm_allreduce, open_shm_pieces, open_shm_small, share_arrays, with_square
+from hpctrain.reduce.shm_allreduce import (
+    ShmPieces,
+    open_shm_allreduce,
+    open_shm_pieces,
+    open_shm_small,
+    share_arrays,
+    with_square,
+)
 from hpctrain.reduce.streamed_allreduce import Codec, StreamedAllreduce
+from hpctrain.system.array_types import Array
 
 
 def open_host_allreduce(
@@ -52,24 +60,9 @@ def open_streamed_allreduce(
     return StreamedAllreduce(Group("peers", shared.peers), shared.arrays, codec, length - SLOTS, shared.node)
 
 
-class PieceAllreduce(Protocol):
-    """Sums arrays over the ranks. Every rank makes the same calls in the same order."""
-
-    dtype: np.dtype[Any]
-    """Dtype of the sums."""
-
-    def sum(self, *pieces: NDArray[Any]) -> list[NDArray[Any]]:
-        """Returns sums of the same shapes; read-only, and valid until the next call.
-
-        The last piece holds the slots; SQUARE is filled in.
-        """
-
-    def close(self) -> None:
-        """Releases communicators."""
-
-
 class BufferedPieces:
-    """Sums pieces by copying them into the flat buffer of a host sum."""
+    """Sums arrays over the ranks by copying them into the flat buffer of a host sum. Every rank makes the same calls in
+    the same order."""
 
     def __init__(self, host: HostAllreduce, layout: Layout, shapes: Sequence[tuple[int, ...]]) -> None:
         self.host = host
@@ -78,7 +71,11 @@ class BufferedPieces:
         self.slots = host.buffer[layout.gradients :]
         self.close = host.close
 
-    def sum(self, *pieces: NDArray[Any]) -> list[NDArray[Any]]:
+    def sum(self, *pieces: Array) -> list[Array]:
+        """Returns sums of the same shapes; read-only, and valid until the next call.
+
+        The last piece holds the slots; SQUARE is filled in.
+        """
         for view, piece in zip([*self.views, self.slots], pieces, strict=True):
             np.copyto(view, piece)
         self.host.start(0, len(self.host.buffer))
@@ -87,7 +84,10 @@ class BufferedPieces:
         return [*self.views, with_square(self.slots, sum(float(np.dot(part, part)) for part in flat))]
 
 
-def views(flat_buffer: NDArray[Any], layout: Layout, shapes: Sequence[tuple[int, ...]]) -> list[NDArray[Any]]:
+PieceAllreduce: TypeAlias = BufferedPieces | ShmPieces
+
+
+def views(flat_buffer: Array, layout: Layout, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
     """Views of each piece in a flat buffer."""
     places = zip(layout.offsets, layout.sizes, shapes, strict=True)
     return [flat_buffer[offset : offset + size].reshape(shape) for offset, size, shape in places]

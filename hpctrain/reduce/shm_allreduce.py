@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -23,6 +23,7 @@ from hpctrain.comm.group import Group
 from hpctrain.reduce.flat_layout import SQUARE, Layout, slices
 from hpctrain.reduce.mpi_allreduce import add_everywhere
 from hpctrain.system import shared_memory
+from hpctrain.system.array_types import Array
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -42,7 +43,7 @@ class SharedArrays:
     peers: MPI.Comm | None
     """Ranks with the same local index on all nodes; None if there is one node."""
     memory: mmap.mmap
-    arrays: tuple[NDArray[Any], ...]
+    arrays: tuple[Array, ...]
     """One per rank of the node, then those common to all."""
 
     def free(self) -> None:
@@ -87,7 +88,7 @@ class ShmAllreduce:
                     part[begin:end] = self.parts[0][begin:end]
 
 
-def between_nodes(peers: MPI.Comm | None, values: NDArray[Any]) -> Callable[[], None] | None:
+def between_nodes(peers: MPI.Comm | None, values: Array) -> Callable[[], None] | None:
     """A function that sums an array in place over ranks of equal local index; None for one node."""
     return partial(add_everywhere, peers, values) if peers else None
 
@@ -97,7 +98,7 @@ def chunks(begin: int, end: int) -> Iterator[tuple[int, int]]:
     return ((at, min(at + CHUNK, end)) for at in range(begin, end, CHUNK))
 
 
-def add_pairwise(terms: Sequence[NDArray[Any]], out: NDArray[Any], kept: int | None = None) -> None:
+def add_pairwise(terms: Sequence[Array], out: Array, kept: int | None = None) -> None:
     """Puts the sum into ``out``, which may be the first term; rounding error grows with the log of the number of terms.
 
     Overwrites the other terms, except the one with index ``kept``.
@@ -111,7 +112,7 @@ def add_pairwise(terms: Sequence[NDArray[Any]], out: NDArray[Any], kept: int | N
         stride *= 2
 
 
-def sum_pairwise(terms: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
+def sum_pairwise(terms: Sequence[Array], out: Array) -> None:
     """The same sum, bitwise, without changing the terms."""
     left = list(terms)
     while len(left) > 2:
@@ -192,45 +193,7 @@ def share_on_node(group: Group, length: int, dtype: DTypeLike) -> SharedArrays |
 
 
 MOST_BYTES = 2**17
-"""Most bytes that a rank of ``SmallShmAllreduce`` reads: beyond that, slices and a second barrier are faster."""
-
-
-class SmallShmAllreduce:
-    """Sums few values over the ranks of a node with one barrier per sum; see ``open_shm_small``.
-
-    Summing by slices needs two barriers: before the sums, and before they are read. Reading few values is faster than a
-    barrier, so each rank sums all of them itself; in the same order, hence with bitwise equal results.
-    """
-
-    def __init__(self, shared: SharedArrays) -> None:
-        """
-        Args:
-            shared: an array per rank, of twice the buffer's length: for even and odd exchanges in turn. No rank
-                overwrites what another is still reading, as that one has not entered the next exchange yet.
-        """
-        self.node, self.close = shared.node, shared.free
-        length = len(shared.arrays[0]) // 2
-        self.places = [[part[:length] for part in shared.arrays], [part[length:] for part in shared.arrays]]
-        self.buffer = np.zeros(length, shared.arrays[0].dtype)
-        """This rank's values, then the sums."""
-
-    def start(self, begin: int, end: int) -> None:
-        """Does nothing: the whole sum is done in ``finish``."""
-
-    def finish(self) -> None:
-        """Overwrites the buffer with its sum over the ranks."""
-        parts = self.places[0]
-        parts[self.node.rank][:] = self.buffer
-        self.node.meet(ARRIVE)
-        sum_pairwise(parts, self.buffer)
-        self.places.reverse()
-
-
-def open_shm_small(group: Group, length: int, dtype: DTypeLike) -> SmallShmAllreduce | None:
-    """Opens a small sum; None, on all ranks, if it is too large or the group spans several nodes. Collective."""
-    is_few = length * np.dtype(dtype).itemsize * group.size <= MOST_BYTES
-    shared = share_on_node(group, 2 * length, dtype) if is_few else None
-    return SmallShmAllreduce(shared) if shared is not None else None
+"""Most bytes that a rank reads to sum all values itself: beyond that, slices and a second barrier are faster."""
 
 
 PIECE = 2**20
@@ -280,10 +243,38 @@ class ShmWindow:
         out[:] = parts[0]
 
 
-def open_shm_window(group: Group) -> ShmWindow | None:
-    """Opens a window; None, on all ranks, if the group spans several nodes or cannot share memory. Collective."""
-    shared = share_on_node(group, 2 * PIECE, np.uint8)
+def open_shm_window(group: Group, piece: int = PIECE) -> ShmWindow | None:
+    """Opens a window of pieces of ``piece`` bytes; None, on all ranks, if the group spans several nodes or cannot share
+    memory. Collective."""
+    shared = share_on_node(group, 2 * piece, np.uint8)
     return ShmWindow(shared) if shared is not None else None
+
+
+class SmallShmAllreduce:
+    """Sums few values over the ranks of a node with one barrier per sum; see ``open_shm_small``.
+
+    Summing by slices needs two barriers: before the sums, and before they are read. Reading few values is faster than a
+    barrier, so each rank sums all of them itself; in the same order, hence with bitwise equal results.
+    """
+
+    def __init__(self, window: ShmWindow, length: int, dtype: DTypeLike) -> None:
+        self.window, self.close = window, window.close
+        self.buffer = np.zeros(length, dtype)
+        """This rank's values, then the sums."""
+
+    def start(self, begin: int, end: int) -> None:
+        """Does nothing: the whole sum is done in ``finish``."""
+
+    def finish(self) -> None:
+        """Overwrites the buffer with its sum over the ranks."""
+        self.window.sum(self.buffer, self.buffer, ARRIVE)
+
+
+def open_shm_small(group: Group, length: int, dtype: DTypeLike) -> SmallShmAllreduce | None:
+    """Opens a small sum; None, on all ranks, if it is too large or the group spans several nodes. Collective."""
+    num_bytes = length * np.dtype(dtype).itemsize
+    window = open_shm_window(group, num_bytes) if num_bytes * group.size <= MOST_BYTES else None
+    return SmallShmAllreduce(window, length, dtype) if window is not None else None
 
 
 @dataclass(frozen=True)
@@ -293,7 +284,7 @@ class PieceCopy:
     piece: int
     part: slice
     """Range in the flattened piece."""
-    to: NDArray[Any]
+    to: Array
     """Destination in shared memory."""
 
 
@@ -304,9 +295,9 @@ class Sum:
     piece: int
     part: slice
     """Range in the flattened piece."""
-    boxes: list[NDArray[Any]]
+    boxes: list[Array]
     """This part in each rank's shared memory; this rank's own is read from the piece itself."""
-    to: NDArray[Any]
+    to: Array
     """Where all ranks of the node read the sum."""
 
 
@@ -347,7 +338,7 @@ class ShmPieces:
         self.views = [total[span].reshape(shape) for span, shape in zip(spans, shapes, strict=False)]
         self.slots = total[spans[-1]]
 
-    def sum(self, *pieces: NDArray[Any]) -> list[NDArray[Any]]:
+    def sum(self, *pieces: Array) -> list[Array]:
         flat = [piece.reshape(-1) for piece in pieces]
         for copy in self.copies:
             np.copyto(copy.to, flat[copy.piece][copy.part])
@@ -377,7 +368,7 @@ def open_shm_pieces(
     return ShmPieces(shared, layout, shapes) if shared else None
 
 
-def with_square(slots: NDArray[Any], square: float) -> NDArray[Any]:
+def with_square(slots: Array, square: float) -> Array:
     """A copy of the slots with the squared norm filled in."""
     filled = slots.copy()
     filled[SQUARE] = square

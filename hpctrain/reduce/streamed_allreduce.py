@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -37,40 +38,13 @@ TERM, SUM = 0, 1
 
 
 class Codec(Protocol):
-    """Packs fp32 into 16 bits and back. A framework may supply a faster one that gives the same bits."""
+    """Packs fp32 into 16 bits and back, by a framework's casts; only to send values, since sums are formed in fp32."""
 
     def encode(self, values: NDArray[np.float32], out: NDArray[np.uint16]) -> None:
         """Rounds to nearest, ties to even; values too large become infinite."""
 
     def decode(self, packed: NDArray[np.uint16], out: NDArray[np.float32]) -> None:
         """Unpacks exactly."""
-
-
-class Float16:
-    """IEEE half precision: 11 significant bits, magnitudes from 6e-8 to 65504."""
-
-    def encode(self, values: NDArray[np.float32], out: NDArray[np.uint16]) -> None:
-        with np.errstate(over="ignore", invalid="ignore"):
-            out.view(np.float16)[...] = values
-
-    def decode(self, packed: NDArray[np.uint16], out: NDArray[np.float32]) -> None:
-        out[...] = packed.view(np.float16)
-
-
-class BFloat16:
-    """The upper half of fp32: 8 significant bits, all of fp32's range."""
-
-    def encode(self, values: NDArray[np.float32], out: NDArray[np.uint16]) -> None:
-        bits = values.view(np.uint32)
-        rounded = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16
-        out[...] = np.where(np.isnan(values), np.uint32(0x7FC0), rounded)
-
-    def decode(self, packed: NDArray[np.uint16], out: NDArray[np.float32]) -> None:
-        np.left_shift(packed, 16, out=out.view(np.uint32), dtype=np.uint32)
-
-
-CODECS: dict[str, Codec] = {"fp16": Float16(), "bf16": BFloat16()}
-"""Encodings of fp32 values, used only to send them: sums are always formed in fp32."""
 
 
 class SumPiece:
@@ -137,29 +111,31 @@ class SumPiece:
         return [comm.Isend(self.words, other, SUM) for other in self.sums_to]
 
 
+@dataclass(eq=False)
 class SumStream:
-    """Sums an array over the ranks of a group, piece by piece.
+    """Sums an array over the ranks of a group, piece by piece."""
 
-    Args:
-        group: the ranks, on a communicator that nothing else uses.
-        arrays: the first holds this rank's values; all receive the sums.
-        codec: 16-bit encoding of fp32 values for sending; None to send them as they are.
-        exact: index of the first element that is sent unencoded.
-    """
+    group: Group
+    """The ranks, on a communicator that nothing else uses."""
+    arrays: Sequence[Array]
+    """The first holds this rank's values; all receive the sums."""
+    codec: Codec | None
+    """16-bit encoding of fp32 values for sending; None to send them as they are."""
+    exact: int
+    """Index of the first element that is sent unencoded."""
+    made: dict[tuple[int, int], list[SumPiece]] = field(default_factory=dict)
+    number: int = 0
+    started: int = 0
+    """Calls of ``start`` since the last time everything had arrived."""
+    added: deque[tuple[int, SumPiece]] = field(default_factory=deque)
+    """Pending pieces that this rank sums, with the number of their call, from 1."""
+    awaited: deque[tuple[int, SumPiece]] = field(default_factory=deque)
+    """Other pending pieces."""
+    leaving: list[tuple[int, MPI.Request]] = field(default_factory=list)
+    """Pending sends of sums, which read from the arrays, with the number of their call."""
 
-    def __init__(self, group: Group, arrays: Sequence[Array], codec: Codec | None, exact: int) -> None:
-        self.group, self.arrays, self.codec, self.exact = group, arrays, codec, exact
-        self.made: dict[tuple[int, int], list[SumPiece]] = {}
-        self.number = 0
-        self.started = 0
-        """Calls of ``start`` since the last time everything had arrived."""
-        self.added: deque[tuple[int, SumPiece]] = deque()
-        """Pending pieces that this rank sums, with the number of their call, from 1."""
-        self.awaited: deque[tuple[int, SumPiece]] = deque()
-        """Other pending pieces."""
-        self.leaving: list[tuple[int, MPI.Request]] = []
-        """Pending sends of sums, which read from the arrays, with the number of their call."""
-        self.work = np.empty((0 if codec is None else group.size, PIECE_BYTES // 2), arrays[0].dtype)
+    def __post_init__(self) -> None:
+        self.work = np.empty((0 if self.codec is None else self.group.size, PIECE_BYTES // 2), self.arrays[0].dtype)
 
     def start(self, begin: int, end: int) -> None:
         """Starts sending these elements, which are complete."""

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpctrain.errors import UserError, foreign_errors
+from hpctrain.errors import UserError, foreign_errors, kind_of
 
 PACKAGE = Path(__file__).parents[1]
 STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
@@ -143,6 +143,15 @@ def _is_users(filename: str, *ours: Path) -> bool:
 def shapes(batch: Mapping[str, Any]) -> str:
     """Names and shapes of a batch's arrays: ``x [32, 8], y [32]``."""
     return ", ".join(f"{name} {list(array.shape)}" for name, array in batch.items())
+
+
+def described(value: Any) -> str:
+    """Shapes and types in words."""
+    if (shape := getattr(value, "shape", None)) is not None:
+        return f"a tensor of shape {list(shape)}"
+    if isinstance(value, Mapping):
+        return f"a dict of {', '.join(map(str, value))}"
+    return f"{kind_of(value)} of {len(value)}" if isinstance(value, (tuple, list)) else kind_of(value)
 
 
 def target_of(fields: Sequence[str], loss: str) -> str:

@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.comm.group import Group
 from hpctrain.config.features import Feature
 from hpctrain.config.sections import ParallelConfig, ReduceConfig, TrainConfig
 from hpctrain.data.dataset import Samples
+from hpctrain.system.array_types import Array, Bytes
 from hpctrain.train.flops import Flops
 from hpctrain.train.metrics import Meter
 from hpctrain.train.schedule import Factors
 from hpctrain.train.state import StateTensor
 from hpctrain.train.tree import Leaves
 
-HostBatch = Mapping[str, NDArray[Any]]
+HostBatch = Mapping[str, Array]
 """A rank's part of a global batch: arrays with a leading sample axis."""
 
 Sums = dict[str, tuple[float, float]]
@@ -51,7 +51,7 @@ def samples_of(batch: Mapping[str, Sized]) -> int:
     return len(next(iter(batch.values())))
 
 
-def copied(batch: HostBatch) -> dict[str, NDArray[Any]]:
+def copied(batch: HostBatch) -> dict[str, Array]:
     """Copies a batch that a task may change in place."""
     return {name: np.array(array) for name, array in batch.items()}
 
@@ -95,18 +95,20 @@ class Facts:
     """Estimated seconds per update in which gradients of GPUs go through host memory; 0 if they do not."""
 
 
-class HostMemory(Protocol):
-    """Host memory with the fastest copies from and to the device."""
+class HostMemory:
+    """Host memory with the fastest copies from and to the device; here ordinary memory, as TensorFlow uses it."""
 
     def place(self, samples: Samples) -> Samples:
         """Copies a batch into such memory; called ahead of use by the loader's thread."""
+        return samples
 
-    def staging(self, num_bytes: int, given: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
+    def staging(self, num_bytes: int, given: Bytes | None = None) -> Bytes:
         """Zero-filled memory for ``copy_into``, or the memory that is ``given``, as it is.
 
         Raises:
             MemoryError: there is not enough memory.
         """
+        return np.full(num_bytes, 0, np.uint8) if given is None else given  # touched: no page faults in a snapshot
 
     def synchronize(self) -> None:
         """Waits for all copies begun by ``copy_into``."""
@@ -159,7 +161,7 @@ class Evaluator(Protocol):
         """This rank's (sum, weight) of the loss and of each function metric, without training. The ``meters`` are
         updated with the batch, too."""
 
-    def predict(self, batch: HostBatch) -> dict[str, NDArray[Any]]:
+    def predict(self, batch: HostBatch) -> dict[str, Array]:
         """Outputs, sample axis first; a model with a single output names it ``output``."""
 
 
@@ -169,7 +171,7 @@ class State(Protocol):
     def state(self) -> Sequence[StateTensor]:
         """All tensors of model, optimizer, EMA, loss scale and random states, in a fixed order."""
 
-    def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+    def load(self, arrays: Mapping[str, Array]) -> None:
         """Loads values by the names of ``state``; raises UserError naming what is missing or has another shape."""
 
     def reseed(self, step: int) -> None:
@@ -230,13 +232,13 @@ class FrameworkOfParts:
     def evaluate(self, batch: HostBatch, meters: Iterable[Meter] = ()) -> Sums:
         return self.evaluator.evaluate(batch, meters)
 
-    def predict(self, batch: HostBatch) -> dict[str, NDArray[Any]]:
+    def predict(self, batch: HostBatch) -> dict[str, Array]:
         return self.evaluator.predict(batch)
 
     def state(self) -> Sequence[StateTensor]:
         return self.source.state()
 
-    def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+    def load(self, arrays: Mapping[str, Array]) -> None:
         self.source.load(arrays)
 
     def reseed(self, step: int) -> None:

@@ -79,7 +79,8 @@ class Hook(Protocol):
     @property
     def name(self) -> str:
         """Name under which the hook's state is saved: keep it the same as long as a run may be resumed, and different
-        from the names of other hooks."""
+        from the names of other hooks. By default the class name."""
+        return type(self).__name__
 
     def before_fit(self, training: Training) -> StopReason | None:
         """Called before the first step, when the model is built, equal on all ranks and resumed, and
@@ -92,6 +93,7 @@ class Hook(Protocol):
         Returns:
             A reason to end the run before its first step, or None.
         """
+        return None
 
     def after_step(self, training: Training, result: StepResult) -> StopReason | None:
         """Called after each update, and after the evaluation if one was due.
@@ -103,6 +105,7 @@ class Hook(Protocol):
         Returns:
             A reason to end the run here, or None.
         """
+        return None
 
     def after_eval(self, training: Training, metrics: Mapping[str, float]) -> StopReason | None:
         """Called after each evaluation.
@@ -114,6 +117,7 @@ class Hook(Protocol):
         Returns:
             A reason to end the run here, or None.
         """
+        return None
 
     def after_epoch(self, training: Training) -> StopReason | None:
         """Called after the last update of an epoch, when all hooks' ``after_step`` have been called.
@@ -124,6 +128,7 @@ class Hook(Protocol):
         Returns:
             A reason to end the run here, or None.
         """
+        return None
 
     def after_hooks(self, training: Training) -> None:
         """Called when all hooks have seen the step, and the epoch if it ended. Checkpoints are made here: do not change
@@ -132,6 +137,7 @@ class Hook(Protocol):
         Args:
             training: its ``state`` counts this step's update.
         """
+        return
 
     def after_fit(self, training: Training, reason: StopReason) -> None:
         """Called when the loop has ended without an error. Do not change saved state.
@@ -140,6 +146,7 @@ class Hook(Protocol):
             training: its ``state`` is the last one of this attempt.
             reason: why the loop ended.
         """
+        return
 
     def state_dict(self) -> Mapping[str, Any]:
         """Returns what a checkpoint keeps of this hook; empty if there is nothing to keep.
@@ -151,6 +158,7 @@ class Hook(Protocol):
             A dict of numbers, strings, bytes, None, NumPy arrays and the framework's tensors, and of dicts, lists and
             tuples of these.
         """
+        return {}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restores what ``state_dict`` returned when the checkpoint was made, possibly on a different number of ranks.
@@ -160,46 +168,15 @@ class Hook(Protocol):
         Args:
             saved: what ``state_dict`` returned, as copies that may be kept and changed.
         """
+        return
 
     def close(self) -> None:
         """Releases threads and files. Also called after errors, when other ranks may be gone."""
+        return
 
 
-class BaseHook:
+class BaseHook(Hook):
     """A hook that does nothing and has no state; its name is its class name."""
-
-    @property
-    def name(self) -> str:
-        """The class name. Override it if the class may be renamed later."""
-        return type(self).__name__
-
-    def before_fit(self, training: Training) -> StopReason | None:
-        """Does nothing."""
-
-    def after_step(self, training: Training, result: StepResult) -> StopReason | None:
-        """Does nothing."""
-
-    def after_eval(self, training: Training, metrics: Mapping[str, float]) -> StopReason | None:
-        """Does nothing."""
-
-    def after_epoch(self, training: Training) -> StopReason | None:
-        """Does nothing."""
-
-    def after_hooks(self, training: Training) -> None:
-        """Does nothing."""
-
-    def after_fit(self, training: Training, reason: StopReason) -> None:
-        """Does nothing."""
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """No state."""
-        return {}
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Ignores saved state."""
-
-    def close(self) -> None:
-        """Nothing to release."""
 
 
 class RateHook(BaseHook):

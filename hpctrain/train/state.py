@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -85,36 +85,32 @@ class Tiling:
     """Number of equal parts along the axis, each of which is split separately (fused weights)."""
 
 
-class StateTensor(Protocol):
+@dataclasses.dataclass(frozen=True)
+class StateTensor:
     """One named tensor of the state, wherever it lives."""
 
-    @property
-    def name(self) -> str:
-        """Slash-separated, and the same in both frameworks where both have it: ``model/dense/kernel``."""
+    name: str
+    """Slash-separated, and the same in both frameworks where both have it: ``model/dense/kernel``."""
+    value: Any
+    """An array, tensor or variable."""
+    placement: Placement = Placement.REPLICATED
+    """How it is distributed over the ranks."""
+    is_trained: bool = False
+    """Whether updates change it, so that a non-finite value means that training went wrong."""
+    cut: Cut | None = None
+    """Its place in the whole tensor if the placement is CUT; else None."""
+    tiling: Tiling | None = None
+    """Where other plans may split it, so that it is written in tiles ending there. None: it is written whole."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of what this rank holds."""
+        return tuple(self.value.shape)
 
     @property
     def dtype(self) -> str:
         """Logical NumPy dtype name, or ``bfloat16`` (held as uint16)."""
-
-    @property
-    def placement(self) -> Placement:
-        """How it is distributed over the ranks."""
-
-    @property
-    def cut(self) -> Cut | None:
-        """Its place in the whole tensor if the placement is CUT; else None."""
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether updates change it, so that a non-finite value means that training went wrong."""
-
-    @property
-    def tiling(self) -> Tiling | None:
-        """Where other plans may split it, so that it is written in tiles ending there. None: it is written whole."""
+        raise NotImplementedError
 
     def copy_into(self, out: Array, begin: Sequence[int] = ()) -> None:
         """Copies the value, or the part of it with the shape of ``out``, to a host array (uint16 for bfloat16).
@@ -125,6 +121,7 @@ class StateTensor(Protocol):
             out: the array to copy to.
             begin: index of the part's first value, per axis; by default, the whole value is copied.
         """
+        raise NotImplementedError
 
 
 def part_of(begin: Sequence[int], shape: Sequence[int]) -> tuple[Any, ...]:
@@ -133,29 +130,18 @@ def part_of(begin: Sequence[int], shape: Sequence[int]) -> tuple[Any, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class ArrayTensor:
+class ArrayTensor(StateTensor):
     """A StateTensor over a host array."""
 
-    name: str
-    array: Array
-    placement: Placement = Placement.REPLICATED
     logical_dtype: str | None = None
-    is_trained: bool = False
-    cut: Cut | None = None
-    tiling: Tiling | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the array."""
-        return self.array.shape
 
     @cached_property  # NumPy recomputes dtype names on each access
     def dtype(self) -> str:
         """Logical dtype."""
-        return self.logical_dtype or self.array.dtype.name
+        return self.logical_dtype or str(self.value.dtype.name)
 
     def copy_into(self, out: Array, begin: Sequence[int] = ()) -> None:
-        np.copyto(out, self.array[part_of(begin, out.shape)], casting="no")
+        np.copyto(out, self.value[part_of(begin, out.shape)], casting="no")
 
 
 def all_finite(values: Array, dtype: str) -> bool:

@@ -10,12 +10,12 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.errors import UserError, kind_of
+from hpctrain.system.array_types import Array
 from hpctrain.train.state import ArrayTensor, Placement, StateTensor
 
 STRUCTURE, INTEGERS, FLOATS = "structure", "integers", "floats"
@@ -25,23 +25,12 @@ LEAST_ITEMS = 8
 """Minimum length of padded arrays, so that shapes stay the same while texts and lists grow a little."""
 
 
-class Leaves(Protocol):
-    """Handles leaves: values other than Python's own, each saved as a tensor of the state and restored as it was."""
+class Leaves:
+    """Handles leaves: values other than Python's own, each saved as a tensor of the state and restored as it was. Here
+    they are on the host: NumPy arrays and scalars, and bytes; a framework adds its tensors."""
 
     def kind(self, value: Any) -> str | None:
         """What is needed besides the data to restore a value; None if it is not a leaf."""
-
-    def tensor(self, name: str, value: Any, placement: Placement) -> StateTensor:
-        """The tensor that saves a leaf under this name."""
-
-    def value(self, kind: str, array: NDArray[Any]) -> Any:
-        """Restores a leaf from its kind and its saved array."""
-
-
-class HostLeaves:
-    """Leaves on the host: NumPy arrays and scalars, and bytes."""
-
-    def kind(self, value: Any) -> str | None:
         if isinstance(value, bytes):
             return "bytes"
         if not isinstance(value, (np.ndarray, np.generic)) or isinstance(value, float):
@@ -50,10 +39,12 @@ class HostLeaves:
         return kind if value.dtype.kind in "biufc" else None
 
     def tensor(self, name: str, value: Any, placement: Placement) -> StateTensor:
+        """The tensor that saves a leaf under this name."""
         array = np.frombuffer(value, np.uint8) if isinstance(value, bytes) else np.asarray(value)
         return ArrayTensor(name, array.astype(array.dtype.newbyteorder("="), copy=False), placement)
 
-    def value(self, kind: str, array: NDArray[Any]) -> Any:
+    def value(self, kind: str, array: Array) -> Any:
+        """Restores a leaf from its kind and its saved array."""
         if kind == "bytes":
             return array.tobytes()
         return np.array(array)[()] if kind == "number" else np.array(array)
@@ -71,7 +62,7 @@ class Tree:
     leaves: dict[str, Any] = field(default_factory=dict)
     """What the caller can store (arrays, tensors), named by the path to it."""
 
-    def arrays(self) -> dict[str, NDArray[Any]]:
+    def arrays(self) -> dict[str, Array]:
         """Everything but the leaves, as arrays by name."""
         found = {STRUCTURE: np.frombuffer(json.dumps(self.structure, separators=(",", ":")).encode(), np.uint8)}
         if self.integers:
@@ -98,7 +89,7 @@ def take_apart(value: Any, describe: Callable[[Any], Any], where: str) -> Tree:
     return tree
 
 
-def put_together(arrays: Mapping[str, NDArray[Any]], leaf: Callable[[str, Any], Any], where: str) -> Any:
+def put_together(arrays: Mapping[str, Array], leaf: Callable[[str, Any], Any], where: str) -> Any:
     """Rebuilds the value from the arrays of ``Tree.arrays``.
 
     Args:
@@ -144,12 +135,12 @@ def tree_tensors(name: str, value: Any, placement: Placement, leaves: Leaves, wh
     return tensors + [leaves.tensor(f"{name}/{key}", leaf, placement) for key, leaf in tree.leaves.items()]
 
 
-def tree_value(arrays: Mapping[str, NDArray[Any]], leaves: Leaves, where: str) -> Any:
+def tree_value(arrays: Mapping[str, Array], leaves: Leaves, where: str) -> Any:
     """Rebuilds what ``tree_tensors`` flattened, from arrays named without the ``<name>/`` prefix. Raises UserError."""
     return put_together(arrays, lambda name, kind: leaves.value(kind, arrays[name]), where)
 
 
-def padded(array: NDArray[Any]) -> NDArray[Any]:
+def padded(array: Array) -> Array:
     """Pads JSON with blanks or numbers with zeros, which ``put_together`` ignores, to a power of two."""
     length = max(LEAST_ITEMS, 1 << (len(array) - 1).bit_length())
     filling = ord(" ") if array.dtype == np.uint8 else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,18 +20,16 @@ def unreported(key: str, metric: str | None, known: Iterable[str]) -> UserError:
     return UserError(f"{key} is {metric!r}, which the task does not report", f"name one of {', '.join(sorted(known))}")
 
 
+@dataclass(eq=False)
 class BestMetric:
-    """The best value of a validation metric, and how many evaluations have not improved on it; saved with the run.
+    """The best value of a validation metric, and how many evaluations have not improved on it; saved with the run."""
 
-    Args:
-        config: what to watch.
-        key: the section's name, for messages.
-    """
-
-    def __init__(self, config: EarlyStopConfig | PlateauConfig, key: str) -> None:
-        self.config, self.key = config, key
-        self.value: float | None = None
-        self.evaluations_since = 0
+    config: EarlyStopConfig | PlateauConfig
+    """What to watch."""
+    key: str
+    """The section's name, for messages."""
+    value: float | None = None
+    evaluations_since: int = 0
 
     def look(self, metrics: Mapping[str, float], counts: bool = True) -> None:
         """Records a new best value, or else counts an evaluation without one (unless ``counts`` is False).

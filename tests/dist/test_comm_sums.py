@@ -67,7 +67,8 @@ def test_reducers_of_one_program_share_horovod(tmp_path):
         "def opened(half=False):\n"
         "    layout, cpu = plan([8], None, 2), torch.device('cpu')\n"
         "    sender = horovod_sender(group, cpu)\n"
-        "    made = MessageAllreduce(sender, layout, torch.float32, cpu, torch.float16 if half else None)\n"
+        "    dtype = torch.float16 if half else None\n"
+        "    made = MessageAllreduce(sender.send, sender.close, layout, torch.float32, cpu, dtype)\n"
         "    made.flat.fill_(group.rank + 1)\n"
         "    return made\n"
         "one, two, half = opened(), opened(), opened(half=True)\n"
@@ -76,13 +77,13 @@ def test_reducers_of_one_program_share_horovod(tmp_path):
         "for made in (one, two, half):\n"
         "    made.finish()\n"
         "one.close()\n"
-        "two.sender.most = lambda *_: 3\n"  # several messages
+        "two.send.__self__.most = lambda *_: 3\n"  # several messages
         "two.start(0, 8)\n"
         "two.finish()\n"
         "two.close()\n"
         "half.close()\n"
         "sums = [one.flat[0], two.flat[0], two.flat[7], half.flat[0], half.flat[-1]]\n"
-        "print(*map(float, sums), two.sender.horovod.is_initialized())\n"
+        "print(*map(float, sums), two.send.__self__.horovod.is_initialized())\n"
     )
     assert mpirun(2, program, warm="torch").stdout.splitlines() == ["3.0 6.0 6.0 3.0 3.0 False"] * 2
 

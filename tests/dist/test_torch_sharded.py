@@ -120,7 +120,7 @@ def test_parameters_that_a_task_gives_other_memory_go_on_being_trained(results, 
 
 def test_an_optimizer_that_gets_parameters_later_is_refused(results):
     for said in results(2)["grown"]["said"]:
-        assert said.startswith("an optimizer was given 0.bias after the run had begun")
+        assert said.startswith("an optimizer was given parameters after the run had begun")
 
 
 @pytest.mark.parametrize("shard", ["optimizer", GROUP])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -17,17 +17,12 @@ from hpctrain.comm.world import World, in_grid
 from hpctrain.config.sections import CheckpointConfig, Config, ParallelConfig, ReduceConfig, TrainConfig
 from hpctrain.rank import wiring
 from hpctrain.rank.problem import make_problem
-from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.run.folder import RunDir
-from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.clock import IntervalClock
 from hpctrain.train.framework import Framework
 from hpctrain.train.hooks import BaseHook, StopReason
 from hpctrain.train.state import Placement
 from hpctrain.train.stateful import value_of
-
-if TYPE_CHECKING:
-    from hpctrain.backends.torch.strategies.exchange import OpenExchange
 
 SETTINGS = {"global_batch": 25, "accumulate": 2, "clip_norm": 0.05, "ema_decay": 0.9}
 
@@ -65,7 +60,7 @@ def attempt(
     task: str,
     steps: int,
     last: int | None = None,
-    open_exchange: OpenExchange | None = None,
+    kind: Literal["mpi", "nccl"] = "mpi",
     **train: Any,
 ) -> tuple[list[list[int]], dict[str, Any]]:
     """Train, resuming from the folder's checkpoints; return the sample ids of each step, and the whole state.
@@ -77,7 +72,7 @@ def attempt(
         task: the task of the run; its samples have an ``id``.
         steps: number of steps of the whole run.
         last: step after which this attempt stops; by default the last one.
-        open_exchange: see open_torch; by default chosen by device.
+        kind: ``reduce.kind`` of several ranks.
         train: further keys of the ``train`` section.
     """
     world = in_grid(world, parallel.tensor, parallel.pipeline)
@@ -86,7 +81,7 @@ def attempt(
         task=task,
         train=TrainConfig(**{"steps": steps, **SETTINGS, **train}),
         reduce=ReduceConfig(
-            kind="mpi" if world.data.size > 1 else "auto",
+            kind=kind if world.data.size > 1 or kind == "nccl" else "auto",
             verify_every_steps=None if parallel.shard in ("parameters", "gradients") else 1,
         ),
         parallel=parallel,
@@ -97,15 +92,7 @@ def attempt(
         run_dir.create()
     world.everyone.barrier("make the folder")
     problem = make_problem(config, world)
-    framework: Framework
-    if open_exchange is None:
-        framework = wiring.make_framework(config, world, problem.task, clock)
-    else:
-        from hpctrain.backends.torch.task.opening import open_torch
-
-        assert isinstance(problem.task, TorchTask)
-        choice = ReducerChoice(config.reduce, world)
-        framework = open_torch(problem.task, world, config, clock, choice, open_exchange=open_exchange)
+    framework = wiring.make_framework(config, world, problem.task, clock)
     identity = identity_of(asdict(config), problem.order.global_batch, problem.fingerprint())
     hook = checkpoint_hook(config.checkpoint, identity, world, run_dir, lambda event: None)
     recorder = Recorder(framework, world.data, last or steps)

@@ -11,13 +11,13 @@ import numpy as np
 from hpctrain.train.framework import Facts
 from hpctrain.train.metrics import Meter
 from hpctrain.train.state import StateTensor
-from hpctrain.train.tree import HostLeaves
+from hpctrain.train.tree import Leaves
 
 
 class FakeFramework:
     """One rank's framework without state and random numbers, on the host."""
 
-    facts = Facts("numpy", HostLeaves(), 0, "none")
+    facts = Facts("numpy", Leaves(), 0, "none")
     meters: Mapping[str, Meter] = {}
     sync_group = None
 

@@ -128,7 +128,7 @@ def require_right(tensors: list[Memory], shape: tuple[int, ...]) -> None:
     """Check that all values are the saved ones."""
     for tensor in tensors:
         saved, begin = values_of(int(tensor.name.rpartition("/")[2]), shape), tensor.cut.begin if tensor.cut else (0, 0)
-        assert np.array_equal(tensor.array, saved[Box(begin, tensor.shape).index]), tensor.name
+        assert np.array_equal(tensor.value, saved[Box(begin, tensor.shape).index]), tensor.name
 
 
 def found_by(store: CheckpointStore, step: int, plan: Plan, count: int, shape: tuple[int, ...]) -> tuple[float, float]:
@@ -137,7 +137,7 @@ def found_by(store: CheckpointStore, step: int, plan: Plan, count: int, shape: t
     take(store, step, tensors)  # so that imports and caches are not counted
     require_right(tensors, shape)
     num_bytes, more = measured(partial(take, store, step, tensors))
-    return num_bytes / sum(tensor.array.nbytes for tensor in tensors), more / 2**20
+    return num_bytes / sum(tensor.value.nbytes for tensor in tensors), more / 2**20
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ class Memory(ArrayTensor):
         """See Assignable."""
 
         def load(rows: NDArray[Any], first_row: int) -> None:
-            self.array[first_row : first_row + len(rows)] = rows
+            self.value[first_row : first_row + len(rows)] = rows
 
         yield load
 
@@ -98,7 +98,7 @@ def readers_of(store: CheckpointStore, count: int) -> dict[str, tuple[Callable[[
     }
     return {
         **{
-            name: (partial(take, store, count, tensors), sum(one.array.nbytes for one in tensors))
+            name: (partial(take, store, count, tensors), sum(one.value.nbytes for one in tensors))
             for name, tensors in plans.items()
         },
         "verify": (lambda: verify.verify_checkpoint(store, count), STATE_BYTES),

@@ -56,19 +56,19 @@ permission."""
 
 TOKENS: dict[str, int] = {
     "errors": 1052,
-    "system": 14194,
+    "system": 14245,
     "config": 11710,
-    "comm": 6112,
-    "run": 26015,
+    "comm": 6045,
+    "run": 26029,
     "data": 37769,
-    "reduce": 11939,
-    "train": 14801,
+    "reduce": 11535,
+    "train": 14508,
     "tasks": 7617,
-    "backends": 128021,
-    "checkpoint": 50571,
-    "monitor": 32298,
+    "backends": 125636,
+    "checkpoint": 50559,
+    "monitor": 32307,
     "track": 6434,
-    "rank": 15633,
+    "rank": 15607,
     "programs": 4866,
     "launch": 50308,
     "report": 11575,
@@ -372,6 +372,7 @@ SET_FROM_OUTSIDE = {
     "unsharded_accumulated_grad",  # of FSDP2, which has no other way to say that a gradient is zero so far
     "post_backward",  # of FSDP2 before PyTorch 2.13, which has no setting to sum gradients of unused parameters
     "check_custom_op_aliasing",  # of torch's compiler, whose check takes no subclasses of Tensor
+    "add_param_group",  # of torch's optimizers, which take no parameters once they are sharded
     "found_inf",  # of torch's optimizers, which read it as GradScaler sets it
     *("group_name", "global_ranks_in_group"),
     *("last_backward", "batch_norm", "_moments", "embeddings", "update_step", "joint"),

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -18,17 +19,14 @@ from hpctrain.system.user_errors import no_mean, no_such_loss, not_called, shape
 from hpctrain.tasks.definition import KerasTask, first_field
 
 
+@dataclass(eq=False)
 class CompiledLoss:
-    """A compiled model's loss as a task's loss: loss(outputs, batch).
+    """A compiled model's loss as a task's loss: loss(outputs, batch)."""
 
-    Args:
-        model: a model compiled with a loss.
-        fit_data: ``fit_data`` of the task.
-    """
-
-    def __init__(self, model: keras.Model, fit_data: Callable[[Mapping[str, Any]], Any]) -> None:
-        self.model = model
-        self.fit_data = fit_data
+    model: keras.Model
+    """A model compiled with a loss."""
+    fit_data: Callable[[Mapping[str, Any]], Any]
+    """``fit_data`` of the task."""
 
     def __call__(self, outputs: Any, batch: Mapping[str, Any]) -> Any:
         targets, weights = self.targets(batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import numpy as np
@@ -14,39 +14,18 @@ from hpctrain.backends.keras.keras_meter import to_host
 from hpctrain.backends.local_training import ALL, HostFlatWeights, covered
 from hpctrain.backends.named_state import named_outputs
 from hpctrain.backends.tensorflow.state.keras_state import KerasState
+from hpctrain.backends.tensorflow.steps.keras_own_step import TrainStepProgram
 from hpctrain.backends.tensorflow.steps.loss_step import LossProgram
-from hpctrain.backends.tensorflow.steps.passes import KerasPasses, TensorFlowMemory, on_device
+from hpctrain.backends.tensorflow.steps.passes import KerasPasses, on_device
 from hpctrain.backends.tensorflow.task.dry_call import try_evaluation, try_mean
-from hpctrain.backends.update import UpdateResult
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.evaluation import try_meters
 from hpctrain.train.flops import Flops
-from hpctrain.train.framework import Facts, FrameworkOfParts, HostBatch, Sums, copied
+from hpctrain.train.framework import Facts, FrameworkOfParts, HostBatch, HostMemory, Sums, copied
 from hpctrain.train.metrics import Meter, Seen
-
-
-class KerasStepProgram(Protocol):
-    """Makes updates."""
-
-    @property
-    def reducer_name(self) -> str | None:
-        """See train.framework.Facts."""
-
-    @property
-    def gradient_bytes(self) -> int:
-        """See train.framework.Facts."""
-
-    def run(self, micro_batches: Sequence[HostBatch], global_samples: int) -> UpdateResult:
-        """Makes one update; see train.framework.Step."""
-
-    def dry_call(self, batch: HostBatch) -> Flops | None:
-        """Tries passes on a batch. Returns the operations of training on a sample, if known. Raises UserError."""
-
-    def close(self) -> None:
-        """Closes reducers."""
 
 
 class KerasFramework(FrameworkOfParts):
@@ -61,10 +40,10 @@ class KerasFramework(FrameworkOfParts):
 
     evaluator: KerasEvaluator
     source: KerasState
-    host = TensorFlowMemory()
+    host = HostMemory()
 
     def __init__(
-        self, task: KerasTask, program: KerasStepProgram, evaluator: KerasEvaluator, source: KerasState
+        self, task: KerasTask, program: LossProgram | TrainStepProgram, evaluator: KerasEvaluator, source: KerasState
     ) -> None:
         self.task, self.program, self.evaluator, self.source = task, program, evaluator, source
         self.step, self.set_learning_rate = program.run, source.rates.multiply

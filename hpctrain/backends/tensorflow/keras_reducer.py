@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import numpy as np
@@ -24,7 +24,7 @@ from hpctrain.reduce.candidates import Candidate, candidates, look_around
 from hpctrain.reduce.flat_layout import ALIGNMENT, LOSS, SLOTS, SQUARE, plan
 from hpctrain.reduce.host_allreduce import PieceAllreduce, open_piece_allreduce
 from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
-from hpctrain.reduce.streamed_allreduce import CODECS
+from hpctrain.system.array_types import Array
 
 JOINED_BYTES = 65536
 """Total gradient size up to which all gradients form one piece: each further piece costs about 10 us in Python."""
@@ -32,14 +32,14 @@ Callback = Callable[[], None] | None
 """A callback on the host, or None."""
 
 
-class KerasReducer(Protocol):
-    """Sums pieces over the ranks. Every rank makes the same calls in the same order."""
+class KerasReducer:
+    """Sums pieces over the ranks, which all make the same calls in the same order. This one is for one rank alone."""
 
-    name: str
+    name = "none"
     """The candidate's name, such as mpi-node."""
-    lends: bool
+    lends = False
     """Whether ``borrow`` avoids the copy."""
-    meets: bool
+    meets = False
     """Whether there are other ranks."""
 
     def sum(self, pieces: Sequence[tf.Tensor], before: Callback = None, after: Callback = None) -> list[tf.Tensor]:
@@ -53,6 +53,7 @@ class KerasReducer(Protocol):
         Returns:
             Sums with the same shapes and dtypes. The last one also holds the squared norm of the others.
         """
+        return with_square(notifying(after, notifying(before, pieces)))
 
     def borrow(self, pieces: Sequence[tf.Tensor], before: Callback = None, after: Callback = None) -> list[tf.Tensor]:
         """``sum`` without a copy, if the reducer lends: the results are in memory that the next call overwrites.
@@ -60,27 +61,13 @@ class KerasReducer(Protocol):
         The caller must keep all sums alive to its end, since TensorFlow may reuse the memory of a tensor with no other
         references, and assign none to a variable, which would share the memory.
         """
+        return self.sum(pieces, before, after)
 
     def close(self) -> None:
         """Releases memory and communicators and ends threads."""
 
 
-class KerasNoReducer:
-    """For one rank, whose gradients are the sum."""
-
-    name = "none"
-    lends = meets = False
-
-    def sum(self, pieces: Sequence[tf.Tensor], before: Callback = None, after: Callback = None) -> list[tf.Tensor]:
-        return with_square(notifying(after, notifying(before, pieces)))
-
-    borrow = sum
-
-    def close(self) -> None:
-        """See KerasReducer."""
-
-
-class HostReducer:
+class HostReducer(KerasReducer):
     """Sums pieces by MPI in host memory, which TensorFlow on CPUs uses without copies."""
 
     meets = True
@@ -90,7 +77,6 @@ class HostReducer:
         self.name = name
         self.host = host
         self.lends = not joined
-        self.close = host.close
 
     def sum(self, pieces: Sequence[tf.Tensor], before: Callback = None, after: Callback = None) -> list[tf.Tensor]:
         return [tf.raw_ops.DeepCopy(x=total) for total in self.borrow(pieces, before, after)]
@@ -102,8 +88,11 @@ class HostReducer:
         together, total = self._call([join(gradients), slots], before, after)
         return [*split(together, gradients), total]
 
+    def close(self) -> None:
+        self.host.close()
+
     def _call(self, pieces: Sequence[tf.Tensor], before: Callback, after: Callback) -> list[tf.Tensor]:
-        def exchanged(*arrays: NDArray[Any]) -> list[NDArray[Any]]:
+        def exchanged(*arrays: Array) -> list[Array]:
             notify(before)
             sums = self.host.sum(*arrays)
             notify(after)
@@ -115,13 +104,13 @@ class HostReducer:
         return [tf.cast(total, piece.dtype) for total, piece in zip(sums, pieces, strict=True)]
 
 
-class HorovodReducer:
+class HorovodReducer(KerasReducer):
     """Horovod's sums of messages with fixed bounds, so that its dynamic fusion cannot change the order of summation.
 
     Small pieces are joined, and very large ones are cut if the lease says so.
     """
 
-    lends, meets = False, True
+    meets = True
 
     def __init__(self, name: str, lease: horovod_setup.Lease, compress: bool) -> None:
         self.name = name
@@ -135,8 +124,6 @@ class HorovodReducer:
         with tf.control_dependencies(called):
             sums[-1] = tf.identity(sums[-1])
         return notifying(after, sums)
-
-    borrow = sum
 
     def _sum(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         if not self.compress:
@@ -181,7 +168,7 @@ RAISED: list[HpctrainError] = []
 def on_host(function: Callable[..., Any], inputs: Sequence[tf.Tensor], dtypes: Any) -> Any:
     """``tf.numpy_function``, of which ``own_errors`` raises the errors."""
 
-    def called(*arrays: NDArray[Any]) -> Any:
+    def called(*arrays: Array) -> Any:
         try:
             return function(*arrays)
         except HpctrainError as error:
@@ -215,7 +202,7 @@ def calling(callback: Callback, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     if callback is None:
         return []
 
-    def call(_: NDArray[Any]) -> np.bool_:
+    def call(_: Array) -> np.bool_:
         callback()
         return np.True_
 
@@ -236,14 +223,21 @@ def with_square(pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return [*gradients, slots + square * tf.one_hot(SQUARE, SLOTS, dtype=slots.dtype)]
 
 
-class FastFloat16:
-    """compression.Float16 with TensorFlow's vectorised casts: bitwise equal to NumPy's and many times faster."""
+@dataclass(frozen=True)
+class CastCodec:
+    """Converts to 16 bits and back with TensorFlow's vectorised casts."""
+
+    dtype: tf.DType
 
     def encode(self, values: NDArray[np.float32], out: NDArray[np.uint16]) -> None:
-        np.copyto(out.view(np.float16), np.asarray(tf.cast(tf.convert_to_tensor(values), tf.float16)))
+        np.copyto(out.view(self.dtype.as_numpy_dtype), np.asarray(tf.cast(tf.convert_to_tensor(values), self.dtype)))
 
     def decode(self, packed: NDArray[np.uint16], out: NDArray[np.float32]) -> None:
-        np.copyto(out, np.asarray(tf.cast(tf.convert_to_tensor(packed.view(np.float16)), tf.float32)))
+        given = tf.convert_to_tensor(packed.view(self.dtype.as_numpy_dtype))
+        np.copyto(out, np.asarray(tf.cast(given, tf.float32)))
+
+
+CODECS = {"fp16": CastCodec(tf.float16), "bf16": CastCodec(tf.bfloat16)}
 
 
 @dataclass(frozen=True)
@@ -269,7 +263,7 @@ class KerasReducers:
             UserError: Horovod is missing or incompatible; see horovod_setup.
         """
         if candidate.kind == "none" or group.size == 1:
-            return KerasNoReducer()
+            return KerasReducer()
         on_gpu = bool(tf.config.list_logical_devices("GPU"))
         if candidate.kind == "horovod":
             horovod = horovod_setup.load("tensorflow")
@@ -281,9 +275,8 @@ class KerasReducers:
         joined = on_gpu or length * pieces.dtype.size <= JOINED_BYTES
         if joined:
             layout, shapes = plan([length], None, SLOTS), [(length,)]
-        codecs = {**CODECS, "fp16": FastFloat16()}
         dtype = pieces.dtype.as_numpy_dtype
-        candidate, host = open_piece_allreduce(candidate, group, layout, shapes, dtype, codecs)
+        candidate, host = open_piece_allreduce(candidate, group, layout, shapes, dtype, CODECS)
         return HostReducer(candidate.name, host, joined)
 
 

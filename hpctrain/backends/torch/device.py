@@ -6,18 +6,19 @@ import dataclasses
 import itertools
 import os
 import socket
+import threading
 import weakref
 from collections import deque
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from hpctrain.backends.torch import accelerator
-from hpctrain.backends.torch.ahead import BatchCopy, CopiesAhead, Placed
 from hpctrain.comm.world import World
 from hpctrain.config.sections import TrainConfig
 from hpctrain.data.dataset import Samples
@@ -25,16 +26,86 @@ from hpctrain.errors import UserError
 from hpctrain.monitor.ring_clock import RingClock
 from hpctrain.monitor.shared import NO_PHASE
 from hpctrain.monitor.window import REST
+from hpctrain.system.array_types import Array, Bytes
 from hpctrain.system.fabric import cores_near, keep_to, own_cores
 from hpctrain.train.clock import Neighbours
-from hpctrain.train.framework import HostBatch
+from hpctrain.train.framework import HostBatch, HostMemory
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtype of forward passes by ``train.precision``; others compute in the dtype of the parameters."""
 
 
+Tensors = dict[str, torch.Tensor]
+
+
+class Placed(dict[str, Array]):
+    """A batch in page-locked memory, of which a copy to the device may be under way."""
+
+    under_way: BatchCopy | None = None
+    is_used = False
+    """Whether the step has asked for it."""
+
+    def begin(self, copy: BatchCopy) -> None:
+        """A copy is under way."""
+        self.under_way = copy
+
+    def take(self) -> BatchCopy | None:
+        """The copy that is under way, if any; it may be taken once."""
+        copy, self.under_way, self.is_used = self.under_way, None, True
+        return copy
+
+
 @dataclass(frozen=True)
-class Compute:
+class BatchCopy:
+    """A batch on its way to the device."""
+
+    tensors: Tensors
+    done: Any
+    """Event at the end of the copy."""
+
+
+class CopiesAhead:
+    """Keeps one copy under way, of the batch that will be used next; more would take the device's memory.
+
+    Batches are added by the threads that load them and used by the thread that trains, in the same order.
+
+    Args:
+        begin: begins the copy of a batch.
+    """
+
+    def __init__(self, begin: Callable[[Mapping[str, Array]], BatchCopy]) -> None:
+        self.begin = begin
+        self.lock = threading.Lock()
+        self.waiting: deque[ref[Placed]] = deque()
+        """Weakly, since batches of an epoch that is not continued are never used."""
+        self.latest: ref[Placed] | None = None
+        """The last batch whose copy was begun."""
+
+    def add(self, batch: Placed) -> Placed:
+        """Adds a batch that will be used after those added before."""
+        with self.lock:
+            self.waiting.append(ref(batch))
+            self._begin_next()
+        return batch
+
+    def take(self, batch: Placed) -> BatchCopy | None:
+        """The copy of a batch, if there is one and it has not been taken; begins the next one."""
+        with self.lock:
+            copy = batch.take()
+            self._begin_next()
+        return copy
+
+    def _begin_next(self) -> None:
+        last = self.latest() if self.latest is not None else None
+        while self.waiting and (last is None or last.under_way is None):
+            batch = self.waiting.popleft()()
+            if batch is not None and not batch.is_used:
+                batch.begin(self.begin(batch))
+                self.latest, last = ref(batch), batch
+
+
+@dataclass(frozen=True)
+class Compute(HostMemory):
     """Where and how a rank computes."""
 
     device: torch.device
@@ -66,7 +137,7 @@ class Compute:
         """Begins to copy a batch to the device on the current stream."""
         return {name: self._tensor(array) for name, array in batch.items()}
 
-    def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
+    def _tensor(self, array: Array) -> torch.Tensor:
         host = writable(array)
         if self.device.type != "cpu":
             host = host.pin_memory().to(self.device, non_blocking=True)
@@ -82,7 +153,7 @@ class Compute:
         accelerator.select(self.device)
         return self.ahead.add(Placed((name, writable(array).pin_memory().numpy()) for name, array in samples.items()))
 
-    def staging(self, num_bytes: int, given: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
+    def staging(self, num_bytes: int, given: Bytes | None = None) -> Bytes:
         """Allocates zeroed host memory, page-locked if the model is on a GPU. Raises MemoryError if it fails."""
         try:
             memory = (
@@ -121,7 +192,7 @@ class BatchSender:
         return BatchCopy(tensors, done)
 
 
-def writable(array: NDArray[Any]) -> torch.Tensor:
+def writable(array: Array) -> torch.Tensor:
     """Host array as a tensor: over the same memory if it is writable and contiguous, otherwise over a copy."""
     return torch.from_numpy(array if array.flags.carray else np.array(array))
 

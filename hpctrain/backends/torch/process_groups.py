@@ -96,10 +96,8 @@ def meet(group: Group, name: str, timeout_s: float = TIMEOUT_S) -> Rendezvous:
     """
     from mpi4py import MPI
 
-    own = interfaces()
-    everywhere = group.allgather([MPI.COMM_WORLD.rank, [one.address for one in own]], WHAT)
-    others = [addresses for rank, (_, addresses) in enumerate(everywhere) if rank != group.rank]
-    address = meeting_address(own, others) or routed_address(others)
+    members = group.allgather(MPI.COMM_WORLD.rank, WHAT)
+    address = address_in(group)
     agree(group, None if address else f"{socket.gethostname()} has no network in common with the other hosts")
     assert address is not None, "agreed"
     port, store, problem = 0, None, None
@@ -121,7 +119,15 @@ def meet(group: Group, name: str, timeout_s: float = TIMEOUT_S) -> Rendezvous:
             problem = f"{first} cannot be reached from {address}: {error}"
     agree(group, problem)
     assert store is not None, "agreed"
-    return Rendezvous(address, dist.PrefixStore(name, store), [member for member, _ in everywhere])
+    return Rendezvous(address, dist.PrefixStore(name, store), members)
+
+
+def address_in(group: Group) -> str | None:
+    """This host's address in a network that the hosts of all ranks have; None if there is none. Collective."""
+    own = interfaces()
+    everywhere = group.allgather([one.address for one in own], WHAT)
+    others = [addresses for rank, addresses in enumerate(everywhere) if rank != group.rank]
+    return meeting_address(own, others) or routed_address(others)
 
 
 def use_shared_network(world: World, device: torch.device) -> None:
@@ -132,10 +138,7 @@ def use_shared_network(world: World, device: torch.device) -> None:
     """
     if word_of(device) != "nccl" or world.nodes == 1:
         return
-    own = interfaces()
-    others = world.everyone.allgather([one.address for one in own], WHAT)
-    address = meeting_address(own, others) or routed_address(others)
-    if name := interface_of(address or ""):
+    if name := interface_of(address_in(world.everyone) or ""):
         os.environ.setdefault(INTERFACE, f"={name}")
 
 
@@ -248,18 +251,17 @@ def nccl(group: Group, meeting: Rendezvous, device: torch.device, timeout: timed
     return ranks
 
 
+@dataclass(eq=False)
 class ProcessGroup:
-    """A process group over the ranks of a Group, which all who open it share; made by ``peers_of``.
+    """A process group over the ranks of a Group, which all who open it share; made by ``peers_of``."""
 
-    Args:
-        group: the ranks.
-        ranks: the process group.
-        device: device of the tensors.
-    """
-
-    def __init__(self, group: Group, ranks: Any, device: torch.device) -> None:
-        self.group, self.ranks, self.device = group, ranks, device
-        self.users = 0
+    group: Group
+    """The ranks."""
+    ranks: Any
+    """The process group."""
+    device: torch.device
+    """Device of the tensors."""
+    users: int = 0
 
     def shared(self) -> ProcessGroup:
         """Begins one use."""
@@ -282,24 +284,25 @@ class ProcessGroup:
 
         On a GPU it begins once the kernels before it have written the values. ``what`` as for ``explained``.
         """
-        return self._started(lambda: self.ranks.allreduce([values]), what)
+        return self.started(lambda: self.ranks.allreduce([values]), what)
 
     def reduce(self, values: Tensor, rank: int, what: str) -> Callable[[], None]:
         """The same for a sum that this rank of the group gets; on the others the values are lost."""
-        return self._started(lambda: self.ranks.reduce(values, rank), what)
+        return self.started(lambda: self.ranks.reduce(values, rank), what)
 
     def broadcast(self, values: Tensor, rank: int, what: str) -> Callable[[], None]:
         """The same for values of this rank of the group, which all ranks get."""
-        return self._started(lambda: self.ranks.broadcast(values, rank), what)
+        return self.started(lambda: self.ranks.broadcast(values, rank), what)
 
     def gather(self, values: Tensor, what: str) -> Tensor:
         """The contiguous values of all ranks along a new first axis; on a GPU its stream waits for them."""
         everything = values.new_empty((self.group.size, *values.shape))
         if values.numel():
-            self._started(lambda: self.ranks._allgather_base(everything.view(-1), values.view(-1)), what)()
+            self.started(lambda: self.ranks._allgather_base(everything.view(-1), values.view(-1)), what)()
         return everything
 
-    def _started(self, begin: Callable[[], dist.Work], what: str) -> Callable[[], None]:
+    def started(self, begin: Callable[[], dist.Work], what: str) -> Callable[[], None]:
+        """Begins an operation; returns a function that waits for it."""
         with self.explained(what):
             work = begin()
 

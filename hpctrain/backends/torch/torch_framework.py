@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from hpctrain.backends.torch.process_groups import peers_of, settings_of
 from hpctrain.backends.torch.reduce.allreduce import HOST_S_PER_BYTE
 from hpctrain.backends.torch.reduce.gradients import as_real
 from hpctrain.backends.torch.state.torch_state import Averages, TorchState
-from hpctrain.backends.torch.steps.update_step import Parts, PassRunner, StepProgram
+from hpctrain.backends.torch.steps.own_step import OwnSteps
+from hpctrain.backends.torch.steps.update_step import Parts, PassRunner, UpdateStep
 from hpctrain.backends.torch.strategies.strategy import Prepared
 from hpctrain.backends.torch.task.checks import TORCH, judges, try_metrics
 from hpctrain.backends.torch.torch_metrics import to_host
@@ -47,7 +49,7 @@ class TorchFramework(FrameworkOfParts):
     def __init__(
         self,
         parts: Parts,
-        program: StepProgram,
+        program: UpdateStep | OwnSteps,
         evaluator: TorchEvaluator,
         source: TorchState,
         prepared: Prepared,
@@ -120,18 +122,18 @@ class TorchFramework(FrameworkOfParts):
         self.parts.batch_norms.close()
 
 
+@dataclass(eq=False)
 class TorchEvaluator:
-    """See train.framework.Evaluator.
+    """See train.framework.Evaluator."""
 
-    Args:
-        parts: objects shared with the framework.
-        passes: run the model.
-        averages: EMA weights that replace the parameters, if there are any.
-        meters: the task's metrics that are not functions.
-    """
-
-    def __init__(self, parts: Parts, passes: PassRunner, averages: Averages, meters: Mapping[str, Meter]) -> None:
-        self.parts, self.passes, self.averages, self.meters = parts, passes, averages, meters
+    parts: Parts
+    """Objects shared with the framework."""
+    passes: PassRunner
+    """Run the model."""
+    averages: Averages
+    """EMA weights that replace the parameters, if there are any."""
+    meters: Mapping[str, Meter]
+    """The task's metrics that are not functions."""
 
     @property
     def sync_group(self) -> Group | None:

@@ -35,8 +35,9 @@ from hpctrain.reduce.shm_allreduce import (
     open_shm_window,
     share_arrays,
 )
-from hpctrain.reduce.streamed_allreduce import CODECS, StreamedAllreduce
+from hpctrain.reduce.streamed_allreduce import StreamedAllreduce
 from hpctrain.system import shared_memory
+from tests.support.codecs import CODECS
 
 EXTRA = 16
 PIECES: list[list[tuple[int, ...]]] = [[], [(1,)], [(3, 5), (), (70_001,), (16,)], [(40_000, 3), (2, 2)]]
@@ -227,10 +228,10 @@ class LateReader(Group):
 
 def small_in_a_row(world: World) -> None:
     """A rank that is ahead does not overwrite what another rank is still reading."""
-    shared = share_arrays(world.data, 2 * 1000, np.float32)
+    shared = share_arrays(world.data, 2 * 4000, np.uint8)
     assert shared is not None
-    late = dataclasses.replace(shared, node=LateReader("node", shared.node.comm))
-    reducer = SmallShmAllreduce(late)
+    late = ShmWindow(dataclasses.replace(shared, node=LateReader("node", shared.node.comm)))
+    reducer = SmallShmAllreduce(late, 1000, np.float32)
     for turn in range(20):
         reducer.buffer[:] = world.rank + turn
         reducer.finish()

@@ -89,7 +89,7 @@ def measured(config: Config, world: World) -> int:
     with closing(make_framework(config, world, problem.task, IntervalClock())) as framework:
         batches = [first_batch(problem, world)] * config.train.accumulate
         framework.step(batches, weighed_tasks.SAMPLES)
-        known = [one.tensor for one in framework.state() if hasattr(one, "tensor")]
+        known = [one.value for one in framework.state()]
         exchange = getattr(framework.parts.exchanges.used.of[ONLY], "sums", None)
         foreign = exchange.leaving if isinstance(exchange, HostSharded) else []
         with Live([one for one in known if isinstance(one, Tensor)], foreign) as live:

@@ -24,7 +24,8 @@ from torch.utils._pytree import tree_leaves
 
 from hpctrain import CheckpointStore, StepResult, Training, UserError
 from hpctrain.backends.torch.process_groups import DefaultGroup
-from hpctrain.backends.torch.strategies.exchange import Exchange, over_torch
+from hpctrain.backends.torch.strategies import strategy
+from hpctrain.backends.torch.strategies.exchange import Exchange, TorchExchange, over_torch
 from hpctrain.backends.torch.strategies.fsdp.layer_order import COMPARED_UPDATES
 from hpctrain.backends.torch.strategies.fsdp.sharded_model import FullySharded
 from hpctrain.checkpoint.format import layout
@@ -146,13 +147,16 @@ def exchanges(world: World, folder: Path) -> dict[str, Any]:
     for name, (size, parallel, task) in EXCHANGED.items():
         opened: list[str] = []
 
-        def open_exchange(group: Group, device: torch.device, waiting: Waiting, opened: Any = opened) -> Exchange:
+        def noted(
+            group: Group, device: torch.device, waiting: Waiting, timeout_s: float = 60.0, opened: Any = opened
+        ) -> TorchExchange:
             opened.append(group.name)
-            return over_torch(group, device, waiting, 60.0)
+            return over_torch(group, device, waiting, timeout_s)
 
+        strategy.over_torch = noted
         if world.rank < size:
             run = folder / f"exchange-{name}"
-            ids, state = attempt(parts[size], run, parallel, task, UPDATES, open_exchange=open_exchange, **settings)
+            ids, state = attempt(parts[size], run, parallel, task, UPDATES, kind="nccl", **settings)
             if world.rank == 0:
                 of_one = wanted.get(task, wanted[GPT])
                 found[name] = {

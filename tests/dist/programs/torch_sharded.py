@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from hpctrain.backends.torch.strategies import sharded_exchange
-from hpctrain.backends.torch.strategies.sharded_exchange import MpiSharded, ShardedExchange, open_sharded_exchange
+from hpctrain.backends.torch.reduce import sharded as sharded_exchange
+from hpctrain.backends.torch.reduce.sharded import MpiSharded, ShardedExchange, open_sharded_exchange
 from hpctrain.comm.world import World, alone, from_communicator
 from hpctrain.config.sections import ParallelConfig
 from hpctrain.errors import UserError
@@ -263,10 +263,9 @@ def grown(world: World, folder: Path) -> dict[str, Any]:
     """The error for an optimizer that gets parameters later."""
     framework = make_framework(world, optimizer=lambda model: torch.optim.SGD([model[0].weight]), parallel=SHARDED)
     train(framework, 1)
-    framework.optimizer.add_param_group({"params": [framework.model[0].bias]})
     said = ""
     try:
-        train(framework, 1)
+        framework.optimizer.add_param_group({"params": [framework.model[0].bias]})
     except UserError as error:
         said = error.what
     framework.close()

@@ -110,7 +110,7 @@ def test_tied_weights_are_exported_under_each_name(averaged, tmp_path, cli):
     from tests.tasks.torch_tasks import make_framework
 
     framework = make_framework(alone(), Tied, ema_decay=0.5)
-    average = next(tensor.tensor for tensor in framework.state() if tensor.name == "ema/token.weight")
+    average = next(tensor.value for tensor in framework.state() if tensor.name == "ema/token.weight")
     average.zero_()
     saver = open_saver(CheckpointStore(tmp_path))
     saver.begin(framework.state(), 1, {"other_names": framework.facts.other_names}, framework.host.synchronize)

@@ -130,7 +130,7 @@ def test_what_the_task_changes_is_saved():
     record = FrozenRecord("base", "/base", {tensor.name: weight for tensor in tensors[:2]})
     left_out = LeftOut(record, tensors, lambda: None)
     assert left_out.without(tensors) == tensors[2:]
-    tensors[1].array[2, 1] = 1
+    tensors[1].value[2, 1] = 1
     left_out.update(tensors, lambda changed, what: [changed, []])
     assert left_out.without(tensors) == tensors[1:]
     left_out.update(tensors, lambda changed, what: [[], ["model/a"]])
@@ -146,7 +146,7 @@ def test_a_change_of_the_last_rows_is_found(shape):
     for saved in ([], [tensor]):
         left_out.update([tensor], lambda changed, what: [changed])
         assert left_out.without([tensor]) == saved
-        tensor.array[(-1,) * len(shape)] = 1
+        tensor.value[(-1,) * len(shape)] = 1
 
 
 def test_what_a_resumed_run_trains_is_saved():

@@ -78,7 +78,7 @@ def test_an_encoder_is_taken_from_each_kind_of_file_under_another_beginning(name
     assert torch.equal(framework.model.encoder[0].weight, state["0.weight"])
     assert torch.equal(framework.model.head.weight, head)
     average = next(it for it in framework.state() if it.name == "ema/encoder.0.weight")
-    assert torch.equal(average.tensor, state["0.weight"])
+    assert torch.equal(average.value, state["0.weight"])
 
 
 def test_folders_of_hugging_face_models_in_one_file_and_in_several(tmp_path):

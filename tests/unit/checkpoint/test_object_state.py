@@ -16,9 +16,9 @@ from hpctrain.comm.world import alone
 from hpctrain.errors import UserError
 from hpctrain.train.state import Placement
 from hpctrain.train.stateful import PerRank, kept_state, unchanged, value_of
-from hpctrain.train.tree import HostLeaves
+from hpctrain.train.tree import Leaves
 
-LEAVES = HostLeaves()
+LEAVES = Leaves()
 EVERYTHING = {
     "level": 3,
     "losses": [0.5, float("inf")],

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as of_numpy
 
-from hpctrain.reduce.streamed_allreduce import CODECS
+from tests.support.codecs import CODECS
 
 floats = of_numpy.arrays(np.float32, st.integers(0, 50), elements=st.floats(width=32))
 

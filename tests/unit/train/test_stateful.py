@@ -30,7 +30,7 @@ class Source:
         own = {"model/statistics": Placement.RANK}
         kinds = {"model/half": "bfloat16"}
         return [
-            ArrayTensor(name, one, own.get(name, Placement.REPLICATED), kinds.get(name))
+            ArrayTensor(name, one, own.get(name, Placement.REPLICATED), logical_dtype=kinds.get(name))
             for name, one in self.arrays.items()
         ]
 

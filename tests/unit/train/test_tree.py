@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hpctrain.errors import UserError
 from hpctrain.train.state import Placement
-from hpctrain.train.tree import HostLeaves, put_together, take_apart, tree_tensors
+from hpctrain.train.tree import Leaves, put_together, take_apart, tree_tensors
 
 NUMBERS = st.one_of(st.booleans(), st.integers(1 - 2**256, 2**256 - 1), st.floats(allow_nan=False))
 LEAVES = st.one_of(st.none(), st.text(max_size=5), NUMBERS)
@@ -83,5 +83,5 @@ def test_a_forged_structure_is_refused(text):
 def test_arrays_of_anything_but_numbers_cannot_be_saved(value):
     """It was an exception of the run, which was tried again."""
     with pytest.raises(UserError, match="which cannot be saved") as refused:
-        tree_tensors("it", {"a": value}, Placement.FIRST, HostLeaves(), "it")
+        tree_tensors("it", {"a": value}, Placement.FIRST, Leaves(), "it")
     assert "arrays of numbers" in refused.value.fix

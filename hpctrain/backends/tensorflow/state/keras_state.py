@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hpctrain.backends.joint_statistics import BatchNorms
 from hpctrain.backends.keras.keras_model import is_seed, optimizers_in, own_learning_rate, path_in
-from hpctrain.backends.named_state import load_tensors, merged_over
+from hpctrain.backends.named_state import load_tensors, merged_over, refuse_unplaced
 from hpctrain.backends.tensorflow.state.keras_tensors import VariableTensor, digest, model_tensors
 from hpctrain.backends.tensorflow.task.keras_task_state import KerasLeaves, KerasTaskState
 from hpctrain.backends.update import LossScale
@@ -120,7 +120,7 @@ class KerasState:
     def unchanged(self) -> Iterator[None]:
         """Restores what forward passes in the body change."""
         equal = {id(variable) for variable in self.named.equal}
-        changed = [one for one in self.variables() if one.placement is Placement.RANK or id(one.variable) in equal]
+        changed = [one for one in self.variables() if one.placement is Placement.RANK or id(one.value) in equal]
         with put_back(changed), unchanged(self.objects, self.leaves):
             yield
 
@@ -145,7 +145,7 @@ class KerasState:
 
     def load(self, arrays: Mapping[str, Array]) -> None:
         """Loads saved arrays; per-rank state that is missing (another number of ranks) keeps its value."""
-        self.named.task_state.refuse_unknown(arrays)
+        refuse_unplaced(arrays, self.named.task_state.made_with)
         load_tensors(self.variables(), arrays)
         if self.loss_scale:
             self.loss_scale.load(arrays)

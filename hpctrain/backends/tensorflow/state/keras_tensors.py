@@ -7,52 +7,39 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from hpctrain.backends.keras.keras_model import flat, named_variables, path_in, slots_of
+from hpctrain.backends.named_state import Assignable
 from hpctrain.backends.named_state import digest as digest_of
 from hpctrain.errors import UserError
 from hpctrain.system.array_types import Array
-from hpctrain.train.state import Cut, Placement, Tiling, part_of
+from hpctrain.train.state import Placement, part_of
 
 
-@dataclass(frozen=True)
-class VariableTensor:
+class VariableTensor(Assignable):
     """A StateTensor over a tf.Variable."""
-
-    name: str
-    variable: tf.Variable
-    placement: Placement = Placement.REPLICATED
-    is_trained: bool = False
-    cut: Cut | None = None
-    tiling: Tiling | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the variable."""
-        return tuple(self.variable.shape)
 
     @property
     def dtype(self) -> str:
         """Dtype of the variable, such as float32 or bfloat16."""
-        return str(self.variable.dtype.name)
+        return str(self.value.dtype.name)
 
     def copy_into(self, out: Array, begin: Sequence[int] = ()) -> None:
         np.copyto(out, self.host_view()[part_of(begin, out.shape)], casting="no")
 
     def host_view(self) -> Array:
         """Returns the value; on a CPU this is the variable's own memory, so read it before the next update."""
-        value = self.variable.read_value()
+        value = self.value.read_value()
         value = np.asarray(value if self.shape else value.numpy())  # NumPy cannot convert a bfloat16 scalar
-        return value.view(np.uint16) if self.variable.dtype == tf.bfloat16 else value
+        return value.view(np.uint16) if self.value.dtype == tf.bfloat16 else value
 
     def assign(self, value: Array) -> None:
         """Assigns a host array in the format of ``copy_into``."""
-        self.variable.assign(self._native(value))
+        self.value.assign(self._native(value))
 
     @contextmanager
     def loading(self) -> Iterator[Callable[[Array, int], None]]:
@@ -60,9 +47,9 @@ class VariableTensor:
 
         After a slice assignment, TensorFlow would copy the whole variable at every later read.
         """
-        self._replace(tf.zeros([0], self.variable.dtype))  # frees the old memory for the next tensor
+        self._replace(tf.zeros([0], self.value.dtype))  # frees the old memory for the next tensor
         with tf.device("CPU"):
-            value = tf.raw_ops.Empty(shape=[math.prod(self.shape)], dtype=self.variable.dtype)
+            value = tf.raw_ops.Empty(shape=[math.prod(self.shape)], dtype=self.value.dtype)
         host = writable(value).reshape(self.shape)
 
         def load(rows: Array, first_row: int) -> None:
@@ -75,11 +62,11 @@ class VariableTensor:
             self._replace(tf.reshape(value, self.shape))
 
     def _native(self, value: Array) -> Array:
-        is_bfloat16 = self.variable.dtype == tf.bfloat16
-        return value.view(self.variable.dtype.as_numpy_dtype) if is_bfloat16 else value
+        is_bfloat16 = self.value.dtype == tf.bfloat16
+        return value.view(self.value.dtype.as_numpy_dtype) if is_bfloat16 else value
 
     def _replace(self, value: tf.Tensor) -> None:
-        tf.raw_ops.AssignVariableOp(resource=self.variable.handle, value=value, validate_shape=False)
+        tf.raw_ops.AssignVariableOp(resource=self.value.handle, value=value, validate_shape=False)
 
 
 def writable(value: tf.Tensor) -> Array:

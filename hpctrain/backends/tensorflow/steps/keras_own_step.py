@@ -10,7 +10,6 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from numpy.typing import NDArray
 
 from hpctrain.backends.keras.keras_model import evaluates_itself, optimizers_in
 from hpctrain.backends.tensorflow.keras_reducer import KerasReducer, KerasReducers, own_errors, python_called
@@ -21,10 +20,10 @@ from hpctrain.backends.tensorflow.sparse_sums import (
     sparse_variables,
     updates_rows_alone,
 )
-from hpctrain.backends.tensorflow.steps.keras_step_context import KerasStepContext
 from hpctrain.backends.tensorflow.steps.passes import (
     Applying,
     KerasPasses,
+    KerasStepContext,
     Tensors,
     Traced,
     on_device,
@@ -37,6 +36,7 @@ from hpctrain.errors import UserError
 from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.flat_layout import SQUARE
 from hpctrain.reduce.reducer_choice import ReducerChoice
+from hpctrain.system.array_types import Array
 from hpctrain.system.user_errors import blamed, shapes
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.clock import Phase, StepClock
@@ -140,12 +140,12 @@ def planned(task: KerasTask, batch: Mapping[str, tf.TensorSpec]) -> list[OwnUpda
     return tracings[-1].updates
 
 
-def build_by_own_step(task: KerasTask, samples: Mapping[str, NDArray[Any]]) -> None:
+def build_by_own_step(task: KerasTask, samples: Mapping[str, Array]) -> None:
     """Builds the weights and optimizers of a model with a custom ``train_step``; computes nothing."""
     planned(task, {name: tf.TensorSpec((None, *one.shape[1:]), one.dtype) for name, one in specs(samples).items()})
 
 
-def try_own_step(task: KerasTask, batch: Mapping[str, NDArray[Any]]) -> list[OwnUpdate]:
+def try_own_step(task: KerasTask, batch: Mapping[str, Array]) -> list[OwnUpdate]:
     """Returns what ``train_step`` updates. Raises UserError if it, or ``test_step`` if used, fails on a batch."""
     updates = planned(task, specs(batch))
     if task.validation is not None and evaluates_itself(task.model):
@@ -159,7 +159,7 @@ def try_own_step(task: KerasTask, batch: Mapping[str, NDArray[Any]]) -> list[Own
     return updates
 
 
-def specs(batch: Mapping[str, NDArray[Any]]) -> dict[str, tf.TensorSpec]:
+def specs(batch: Mapping[str, Array]) -> dict[str, tf.TensorSpec]:
     """Specs of arrays."""
     return {name: tf.TensorSpec(array.shape, tf.as_dtype(array.dtype)) for name, array in batch.items()}
 
@@ -181,7 +181,7 @@ class ExchangeCalls:
         """The sums are complete."""
         self.clock.mark(Phase.EXCHANGE)
 
-    def stop(self, own: NDArray[Any]) -> np.bool_:
+    def stop(self, own: Array) -> np.bool_:
         """Ends the step because sums are not finite. ``own`` is finite if this rank's gradients are."""
         self.own_finite = bool(np.isfinite(own))
         raise NotFinite
@@ -189,7 +189,7 @@ class ExchangeCalls:
 
 @dataclass(eq=False)
 class TrainStepProgram:
-    """See StepProgram. Runs a custom ``train_step``, traced once, with an exchange at each optimizer ``apply``."""
+    """Runs a custom ``train_step``, traced once, with an exchange at each optimizer ``apply``."""
 
     context: KerasStepContext
     """The task's ``optimizer`` holds the model's optimizers, by path."""
@@ -214,7 +214,7 @@ class TrainStepProgram:
 
     @own_errors()
     def run(self, micro_batches: Sequence[HostBatch], global_samples: int) -> UpdateResult:
-        """See StepProgram. A rank without samples takes part in the exchanges but keeps its per-rank state."""
+        """A rank without samples takes part in the exchanges but keeps its per-rank state."""
         if self.example is None and micro_batches:
             self.example = copied(micro_batches[0])
         if self.example is None:
@@ -245,7 +245,7 @@ class TrainStepProgram:
         if self.task.validation is not None and not evaluates_itself(self.task.model):
             try_training(self.task, self.passes, on_device(copied(batch)))
 
-    def plan(self, batch: Mapping[str, NDArray[Any]]) -> None:
+    def plan(self, batch: Mapping[str, Array]) -> None:
         """Tries a step on a batch and records what it updates; see ``try_own_step``."""
         self.updates = try_own_step(self.task, batch)
 

@@ -15,10 +15,9 @@ import tensorflow as tf
 from hpctrain.backends.joint_statistics import BatchNorms
 from hpctrain.backends.tensorflow.keras_performance import training_flops
 from hpctrain.backends.tensorflow.keras_reducer import KerasReducer, own_errors
-from hpctrain.backends.tensorflow.steps.keras_step_context import KerasStepContext
-from hpctrain.backends.tensorflow.steps.passes import KerasPasses, Tensors, Traced, Update, float64, on_device
+from hpctrain.backends.tensorflow.steps.passes import KerasPasses, KerasStepContext, Tensors, Traced, Update, on_device
 from hpctrain.backends.tensorflow.task.dry_call import try_training
-from hpctrain.backends.update import LOSS_OR_GRADIENT, NotFinite, UpdateResult, UpdateRule, ranks_at_fault
+from hpctrain.backends.update import LOSS_OR_GRADIENT, NotFinite, UpdateResult, UpdateRule, decided, ranks_at_fault
 from hpctrain.reduce.flat_layout import SLOTS, SQUARE, WEIGHT, read_slots
 from hpctrain.reduce.reducer_choice import ChosenReducer
 from hpctrain.train.clock import Phase, StepClock
@@ -100,7 +99,9 @@ class KerasUpdate:
         if plain:
             finite, factor = tf.reduce_all(tf.math.is_finite(slots)), None
         else:
-            finite, factor = decision(slots, loss_scale, judge.rule.clip_norm)
+            exact, clip_norm = tf.cast(slots, tf.float64), judge.rule.clip_norm
+            norm = tf.sqrt(exact[SQUARE])
+            factor, finite = decided(exact, norm, loss_scale, clip_norm, tf.where, tf.math.is_finite)
         with tf.control_dependencies([*sums, *rows]):
             if judge.rule.loss_scale is None:
                 with tf.control_dependencies([judge.finite.assign(finite, read_value=False)]):
@@ -132,22 +133,6 @@ def time_after(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
         return tf.timestamp()
 
 
-def decision(slots: tf.Tensor, loss_scale: tf.Tensor, clip_norm: float | None) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns whether loss and gradient are finite and the factor for the sums; the same rule as UpdateRule.decide.
-
-    Args:
-        slots: slots summed over the ranks.
-        loss_scale: scalar, float64.
-        clip_norm: largest norm, or None.
-    """
-    loss, weight, weighted, square = tf.unstack(tf.cast(slots[:READ], tf.float64))
-    divisor = tf.where((weighted != 0.0) & (weight != 0.0), weight, tf.ones_like(weight))
-    scaled = divisor * loss_scale
-    norm = tf.sqrt(square) / scaled
-    clip = tf.ones_like(norm) if clip_norm is None else tf.where(norm > clip_norm, clip_norm / norm, tf.ones_like(norm))
-    return tf.math.is_finite(loss / divisor) & tf.math.is_finite(norm), clip / scaled
-
-
 def makes_new_tensors(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether it never assigns a gradient itself to a variable, which would share its memory; true of Keras' own."""
     return type(optimizer).__module__.partition(".")[0] == "keras"
@@ -155,7 +140,7 @@ def makes_new_tensors(optimizer: keras.optimizers.Optimizer) -> bool:
 
 @dataclass(eq=False)
 class LossProgram:
-    """See StepProgram. If the reducer must be measured, the first update's batch is used for that."""
+    """If the reducer must be measured, the first update's batch is used for that."""
 
     context: KerasStepContext
     passes: KerasPasses
@@ -180,7 +165,7 @@ class LossProgram:
 
     @own_errors()
     def run(self, micro_batches: Sequence[HostBatch], global_samples: int) -> UpdateResult:
-        """See StepProgram. Forward and backward are one function, so their time counts as Phase.BACKWARD."""
+        """Forward and backward are one function, so their time counts as Phase.BACKWARD."""
         self.passes.refuse_switched()
         batches = [on_device(batch) for batch in micro_batches]
         self.clock.mark(Phase.TO_DEVICE)
@@ -235,4 +220,4 @@ class LossProgram:
 
     def _scalars(self, global_samples: int) -> tuple[tf.Tensor, tf.Tensor]:
         """Each sample's weight, 1 / global_samples, and the loss scale."""
-        return float64(1.0 / global_samples), float64(self.rule.scale)
+        return tf.constant(1.0 / global_samples, tf.float64), tf.constant(self.rule.scale, tf.float64)

@@ -10,22 +10,22 @@ from pathlib import PurePath
 from typing import Any, cast
 
 import keras
-import numpy as np
 import tensorflow as tf
-from numpy.typing import NDArray
 
 from hpctrain.backends.keras.keras_compiled import CompiledLoss
 from hpctrain.backends.keras.keras_model import InMode, evaluates_itself
 from hpctrain.backends.tensorflow import sparse_sums
 from hpctrain.backends.tensorflow.task.keras_sync_batchnorm import KerasSyncBatchNorm
 from hpctrain.backends.tensorflow.task.overrides import Apply, tested
+from hpctrain.comm.world import World
 from hpctrain.config.sections import TrainConfig
-from hpctrain.data.dataset import Samples
 from hpctrain.errors import UserError
 from hpctrain.reduce.flat_layout import LOSS, WEIGHT, WEIGHTED
+from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.system.user_errors import words
 from hpctrain.tasks.definition import KerasTask
-from hpctrain.train.framework import HostBatch
+from hpctrain.train.clock import StepClock
+from hpctrain.train.framework import HostBatch, StepSettings
 
 Tensors = Mapping[str, tf.Tensor]
 _AS_GRAPH = tf.__internal__.autograph.control_status_ctx()
@@ -276,16 +276,14 @@ def full_precision(value: tf.Tensor) -> tf.Tensor:
     return cast
 
 
+@dataclass(eq=False)
 class Applying:
-    """Common path of all weight updates, for both programs; the place for changes to gradients.
+    """Common path of all weight updates, for both programs; the place for changes to gradients."""
 
-    Args:
-        train: the run file's train section.
-        averages: moving averages of all trained variables, in float32; empty without an EMA.
-    """
-
-    def __init__(self, train: TrainConfig, averages: Sequence[tf.Variable] = ()) -> None:
-        self.train, self.averages = train, averages
+    train: TrainConfig
+    """The run file's train section."""
+    averages: Sequence[tf.Variable] = ()
+    """Moving averages of all trained variables, in float32; empty without an EMA."""
 
     def apply(self, apply: Apply, gradients: Sequence[Any], variables: Sequence[keras.Variable]) -> None:
         """Lets an optimizer apply gradients, which are means over the global batch.
@@ -326,20 +324,6 @@ class Update:
         return tf.convert_to_tensor(self.optimizer.iterations) >= 0  # not a variable for an optimizer that accumulates
 
 
-class TensorFlowMemory:
-    """See train.framework.HostMemory. TensorFlow copies batches itself."""
-
-    def place(self, samples: Samples) -> Samples:
-        return samples
-
-    def staging(self, num_bytes: int, given: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
-        """Allocates a buffer and touches it, so that the first snapshot does not pay for page faults."""
-        return np.full(num_bytes, 0, np.uint8) if given is None else given
-
-    def synchronize(self) -> None:
-        """Does nothing: copies are complete when ``copy_into`` returns."""
-
-
 def on_device(batch: HostBatch) -> dict[str, tf.Tensor]:
     """Copies a host batch to tensors with separate memory, since a model's variable may keep one that it is assigned.
 
@@ -348,7 +332,17 @@ def on_device(batch: HostBatch) -> dict[str, tf.Tensor]:
     return {name: tf.__internal__.EagerTensor(array.copy(), None, None) for name, array in batch.items()}
 
 
-@functools.lru_cache(maxsize=8)
-def float64(value: float) -> tf.Tensor:
-    """Returns a scalar constant, cached since most steps use the same ones."""
-    return tf.constant(value, tf.float64)
+@dataclass(frozen=True)
+class KerasStepContext:
+    """A task with the settings of its updates."""
+
+    task: KerasTask
+    world: World
+    config: StepSettings
+    clock: StepClock
+    choice: ReducerChoice
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """The trained variables."""
+        return list(self.task.model.trainable_variables)

@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from hpctrain.backends.keras.keras_compiled import CompiledLoss, inputs_of
 from hpctrain.backends.tensorflow.steps.passes import BatchScore, KerasPasses, Tensors, loss_of_nothing, score_of
-from hpctrain.errors import UserError, kind_of
-from hpctrain.system.user_errors import blamed, shapes, trained_weight
+from hpctrain.errors import UserError
+from hpctrain.system.user_errors import blamed, described, shapes, trained_weight
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.tasks.mean_check import TOLERANCE, TOLERANCE_16_BITS, LossReader, require_mean
 
@@ -78,7 +78,7 @@ def judged(passes: KerasPasses, batch: Tensors, judges: Mapping[str, Any], train
         raise UserError("the model or forward returned None", "return the outputs: a return is missing")
     scores = []
     for name, judge in judges.items():
-        arguments = f"outputs {describe(outputs)}, and the batch, a dict of {shapes(batch)}"
+        arguments = f"outputs {described(outputs)}, and the batch, a dict of {shapes(batch)}"
         fix = f"{name} gets (outputs, batch){'' if training else ' in an evaluation'}: {arguments}"
         with blamed(name, fix):
             score = judge(outputs, batch)
@@ -88,12 +88,3 @@ def judged(passes: KerasPasses, batch: Tensors, judges: Mapping[str, Any], train
             scores.append(score_of(score, batch, name))
         require_mean(KERAS, name, judge, outputs, batch, functools.partial(passes.outputs, training=False))
     return scores
-
-
-def describe(outputs: Any) -> str:
-    """Describes shapes and types of outputs in words."""
-    if isinstance(outputs, Mapping):
-        return f"a dict of {shapes(outputs)}"
-    if isinstance(outputs, tf.Tensor):
-        return f"a tensor of shape {list(outputs.shape)}"
-    return kind_of(outputs)

@@ -13,16 +13,15 @@ from hpctrain.backends.keras.keras_compiled import holders
 from hpctrain.backends.keras.keras_meter import KerasMeter
 from hpctrain.backends.keras.keras_model import POLICIES, evaluates_itself, optimizer_features, trains_itself
 from hpctrain.backends.named_state import require_same_model
-from hpctrain.backends.tensorflow.keras_framework import KerasEvaluator, KerasFramework, KerasStepProgram
+from hpctrain.backends.tensorflow.keras_framework import KerasEvaluator, KerasFramework
 from hpctrain.backends.tensorflow.keras_reducer import KerasReducers, broadcast
 from hpctrain.backends.tensorflow.runtime import require_own_gpu
 from hpctrain.backends.tensorflow.sparse_sums import Gradients, sparse_variables
 from hpctrain.backends.tensorflow.state.keras_state import KerasState, Named, Rates
 from hpctrain.backends.tensorflow.state.keras_tensors import require_different_names
 from hpctrain.backends.tensorflow.steps.keras_own_step import TrainStepProgram
-from hpctrain.backends.tensorflow.steps.keras_step_context import KerasStepContext
 from hpctrain.backends.tensorflow.steps.loss_step import LossProgram
-from hpctrain.backends.tensorflow.steps.passes import Applying, KerasPasses, Update
+from hpctrain.backends.tensorflow.steps.passes import Applying, KerasPasses, KerasStepContext, Update
 from hpctrain.backends.tensorflow.task.keras_sync_batchnorm import KerasSyncBatchNorm, joint_layers
 from hpctrain.backends.tensorflow.task.keras_task_state import KerasLeaves, KerasTaskState
 from hpctrain.backends.update import rule_of
@@ -72,7 +71,7 @@ def open_keras(
     require_different_names(tensors)
     described = [(tensor.name, tensor.shape, tensor.dtype) for tensor in tensors]
     require_same_model(world.everyone, described, "variables")
-    broadcast(world.everyone, [tensor.variable for tensor in tensors], "receive the model")
+    broadcast(world.everyone, [tensor.value for tensor in tensors], "receive the model")
     framework = assembled(context, packing, named, joint, objects)
     framework.reseed(0)
     return framework
@@ -107,7 +106,7 @@ def assembled(
     passes = KerasPasses(task, packing, config.reduce.sparse, train.compile, averages, joint)
     is_tried = trains_itself(task.model) and evaluates_itself(task.model)
     evaluator = KerasEvaluator(task, passes, meters_of(task.metrics, KerasMetric, "Keras", KerasMeter), is_tried)
-    program: KerasStepProgram
+    program: LossProgram | TrainStepProgram
     applying = Applying(train, averages)
     if trains_itself(task.model):
         program = TrainStepProgram(context, passes, applying, source.unchanged)

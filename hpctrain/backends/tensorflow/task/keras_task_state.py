@@ -12,18 +12,17 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from hpctrain.backends.keras.keras_model import optimizers_in
-from hpctrain.backends.named_state import refuse_unplaced
 from hpctrain.backends.tensorflow.state.keras_tensors import VariableTensor, optimizer_tensors
 from hpctrain.errors import UserError
 from hpctrain.train.state import ArrayTensor, Placement, StateTensor
-from hpctrain.train.tree import HostLeaves
+from hpctrain.train.tree import Leaves
 from hpctrain.train.walk_objects import reached
 
 TENSORS = (tf.Tensor, tf.Variable, keras.Variable)
 
 
-class KerasLeaves(HostLeaves):
-    """HostLeaves plus TensorFlow tensors and variables, which are restored as tensors."""
+class KerasLeaves(Leaves):
+    """Leaves plus TensorFlow tensors and variables, which are restored as tensors."""
 
     def kind(self, value: Any) -> str | None:
         if not isinstance(value, TENSORS):
@@ -35,7 +34,7 @@ class KerasLeaves(HostLeaves):
             return super().tensor(name, value, placement)
         array = np.asarray(value.numpy())
         if array.dtype == tf.bfloat16.as_numpy_dtype:
-            return ArrayTensor(name, array.view(np.uint16), placement, "bfloat16")
+            return ArrayTensor(name, array.view(np.uint16), placement, logical_dtype="bfloat16")
         return ArrayTensor(name, array, placement)
 
     def value(self, kind: str, array: NDArray[Any]) -> Any:
@@ -97,7 +96,7 @@ class KerasTaskState:
         seen = {id(native(variable)) for variable in (*self.model.variables, *self.known)}
         optimizers = optimizers_in(self.optimizer)
         of_optimizers = [each for path, one in optimizers.items() for each in self.of_optimizer(path, one)]
-        saved = {id(each.variable) for each in of_optimizers}
+        saved = {id(each.value) for each in of_optimizers}
         seen |= {id(one.value) for each in optimizers.values() for one in each.variables if id(one.value) not in saved}
         everything = [
             *of_optimizers,
@@ -106,8 +105,8 @@ class KerasTaskState:
         ]
         found = []
         for tensor in everything:
-            if id(tensor.variable) not in seen:
-                seen.add(id(tensor.variable))
+            if id(tensor.value) not in seen:
+                seen.add(id(tensor.value))
                 found.append(tensor)
         return found
 
@@ -127,14 +126,10 @@ class KerasTaskState:
 
     def reseed(self, seed: int) -> None:
         """Reseeds the held random generators."""
-        states = [tensor.variable for tensor in self.tensors() if tensor.name.startswith("rng/held/")]
+        states = [tensor.value for tensor in self.tensors() if tensor.name.startswith("rng/held/")]
         for number, state in enumerate(states):
             words = np.random.SeedSequence([seed, number]).generate_state(int(np.prod(state.shape)), np.uint32)
             state.assign(tf.cast(words, state.dtype))
-
-    def refuse_unknown(self, arrays: Iterable[str]) -> None:
-        """Raises UserError if a saved array has no variable."""
-        refuse_unplaced(arrays, self.made_with)
 
 
 def native(variable: Any) -> Any:

@@ -32,7 +32,7 @@ class TensorAllreduce(Protocol):
     def finish(self) -> None:
         """Returns when the whole tensor holds sums."""
 
-    def close(self) -> None:
+    def close(self) -> object:
         """Ends threads and frees communicators."""
 
 

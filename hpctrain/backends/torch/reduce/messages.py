@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,26 +28,17 @@ WHAT = "add up gradients"
 """Completes "waited for the other ranks to ..." in errors."""
 
 
-class Sender(Protocol):
-    """Starts sums over the ranks. Every rank makes the same calls in the same order."""
-
-    def send(self, part: Tensor, begin: int) -> Callable[[], object]:
-        """Starts the sum of a tensor, in place, once its values are there; returns a function that waits for the sum.
-
-        Args:
-            part: this rank's values.
-            begin: its first element's place in the flat tensor.
-        """
-
-    def close(self) -> None:
-        """Ends its use of the library."""
+Send: TypeAlias = Callable[[Tensor, int], Callable[[], object]]
+"""send(part, begin) starts the sum of a part of the flat tensor from ``begin`` on, in place, once its values are there;
+returns a function that waits for the sum. Every rank makes the same calls in the same order."""
 
 
 class MessageAllreduce:
     """Few large messages with fixed bounds, so that timing changes no sum; see TensorAllreduce.
 
     Args:
-        sender: sends them.
+        send: sends them.
+        close: ends its use of the library.
         layout: layout of the flat tensor.
         dtype: dtype of the flat tensor.
         device: its device.
@@ -55,9 +46,15 @@ class MessageAllreduce:
     """
 
     def __init__(
-        self, sender: Sender, layout: Layout, dtype: torch.dtype, device: torch.device, half: torch.dtype | None
+        self,
+        send: Send,
+        close: Callable[[], object],
+        layout: Layout,
+        dtype: torch.dtype,
+        device: torch.device,
+        half: torch.dtype | None,
     ) -> None:
-        self.sender = sender
+        self.send, self.close = send, close
         self.layout, self.gradients = layout, layout.gradients
         self.flat = torch.zeros(layout.length, dtype=dtype, device=device)
         self.elsewhere: dict[int, Tensor] = {}
@@ -68,13 +65,13 @@ class MessageAllreduce:
     def start(self, begin: int, end: int) -> None:
         if self.half is None:
             for first, last in self.layout.messages(begin, end):
-                self.waits.append(self.sender.send(self.elsewhere.get(first, self.flat[first:last]), first))
+                self.waits.append(self.send(self.elsewhere.get(first, self.flat[first:last]), first))
             return
         part = slice(begin, min(end, self.gradients))
         self.half[part].copy_(self.flat[part])
-        self.waits.append(self.sender.send(self.half[part], begin))
+        self.waits.append(self.send(self.half[part], begin))
         if end > self.gradients:
-            self.waits.append(self.sender.send(self.flat[self.gradients :], self.gradients))
+            self.waits.append(self.send(self.flat[self.gradients :], self.gradients))
 
     def finish(self) -> None:
         for wait in self.waits:
@@ -83,18 +80,10 @@ class MessageAllreduce:
         if self.half is not None:
             self.flat[: self.gradients].copy_(self.half)
 
-    def close(self) -> None:
-        self.sender.close()
 
-
-class GroupSender:
-    """Sends through a process group; the host waits for no message on a GPU."""
-
-    def __init__(self, peers: ProcessGroup) -> None:
-        self.peers, self.close = peers, peers.close
-
-    def send(self, part: Tensor, begin: int) -> Callable[[], object]:
-        return self.peers.sum(part, WHAT)
+def by_group(peers: ProcessGroup, part: Tensor, begin: int) -> Callable[[], object]:
+    """Sends through a process group; the host waits for no message on a GPU. See Send."""
+    return peers.sum(part, WHAT)
 
 
 class HorovodSender:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
@@ -77,22 +78,25 @@ class TorchReducers:
         dtype, device = common_kind(wanted)
         most, ends = bucket_sizes(config, candidate, dtype, device)
         sizes, least = [as_real(one).numel() for _, one in parameters], math.inf
-        sender: messages.Sender | None = None
+        send: messages.Send | None = None
+        close: Callable[[], object]
         over: ProcessGroup | Group = group
         if candidate.kind == "horovod":
-            sender = horovod = messages.horovod_sender(group, device, sum(sizes))
+            horovod = messages.horovod_sender(group, device, sum(sizes))
+            send, close = horovod.send, horovod.close
             if candidate.compression == "none" and device.type == "cpu":
                 least = horovod.apart(sum(sizes), dtype.itemsize)
         elif candidate.kind != "mpi":
-            sender = messages.GroupSender(peers_of(group, device))
+            peers = peers_of(group, device)
+            send, close = functools.partial(messages.by_group, peers), peers.close
             over = peers_of(group, device) if rows_of else group
         layout = plan(sizes, most, SLOTS, ends, least)
         sum_: allreduce.TensorAllreduce
-        if sender is None:
+        if send is None:
             candidate, sum_ = allreduce.open_tensor_allreduce(candidate, group, layout, dtype, device)
         else:
             half = messages.HALVES.get(candidate.compression)
-            sum_ = messages.MessageAllreduce(sender, layout, dtype, device, half)
+            sum_ = messages.MessageAllreduce(send, close, layout, dtype, device, half)
 
         def ready(number: int) -> None:
             end = layout.gradients if reducer.early else layout.length

@@ -124,7 +124,7 @@ class Slots:
         whole = None if slices is None else slices.whole if is_saved else tuple(parameter.shape)
         return slices if shape == whole else None
 
-    def placed(self, tensor: TorchTensor | ArrayTensor, parameter: Tensor) -> Sequence[StateTensor]:
+    def placed(self, tensor: StateTensor, parameter: Tensor) -> Sequence[StateTensor]:
         """A slot as this rank saves it; empty if another rank saves it.
 
         Raises UserError if a slot of a partitioned parameter has another shape.
@@ -134,7 +134,7 @@ class Slots:
             return [tensor]
         slices = self.slices_of(tensor.shape, parameter)
         if slices is not None and isinstance(tensor, TorchTensor):
-            return tensors_of(tensor.name, tensor.tensor, slices)
+            return tensors_of(tensor.name, tensor.value, slices)
         if known.is_cut and math.prod(tensor.shape) > 1:
             raise UserError(
                 f"{tensor.name} has the shape {list(tensor.shape)}, unlike its parameter, which is partitioned",

@@ -4,63 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from torch import Tensor
 from torch.nn import Module
 
+from hpctrain.backends.named_state import Assignable, endings, plain_name
 from hpctrain.backends.named_state import digest as digest_of
-from hpctrain.backends.named_state import endings, plain_name
 from hpctrain.backends.torch import accelerator
 from hpctrain.backends.torch.strategies.partition import Partition, Slices
 from hpctrain.errors import UserError, kind_of
+from hpctrain.system.array_types import Array
 from hpctrain.train.seeds import host_random_state, restore_host_random_state
-from hpctrain.train.state import ArrayTensor, Cut, Placement, Tiling, part_of
+from hpctrain.train.state import ArrayTensor, Placement, StateTensor, part_of
+from hpctrain.train.tree import Leaves
 
 CPU = torch.device("cpu")
 NUMBER = ".number"
 """Suffix of names of optimizer slots that are Python numbers."""
 
 
-@dataclass(frozen=True)
-class TorchTensor:
+class TorchTensor(Assignable):
     """A StateTensor over a torch tensor."""
-
-    name: str
-    tensor: torch.Tensor
-    placement: Placement = Placement.REPLICATED
-    is_trained: bool = False
-    cut: Cut | None = None
-    tiling: Tiling | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor."""
-        return tuple(self.tensor.shape)
 
     @property
     def dtype(self) -> str:
         """Dtype of the tensor, such as float32 or bfloat16."""
-        return str(self.tensor.dtype).removeprefix("torch.")
+        return str(self.value.dtype).removeprefix("torch.")
 
-    def copy_into(self, out: NDArray[Any], begin: Sequence[int] = ()) -> None:
+    def copy_into(self, out: Array, begin: Sequence[int] = ()) -> None:
         """See StateTensor. Asynchronous if the tensor is on a GPU and ``out`` is page-locked."""
-        source = self.tensor.detach()
+        source = self.value.detach()
         if source.shape != out.shape:  # for small tensors slicing costs as much as copying
             source = source[part_of(begin, out.shape)]
-        host_tensor(out, self.tensor.dtype).copy_(source, non_blocking=True)
+        host_tensor(out, self.value.dtype).copy_(source, non_blocking=True)
 
-    def assign(self, value: NDArray[Any], first_row: int = 0) -> None:
+    def assign(self, value: Array, first_row: int = 0) -> None:
         """Assigns a host array in the format of ``copy_into``. Autograd does not notice: backward passes may follow."""
-        target = self.tensor.data[first_row : first_row + len(value)] if value.ndim else self.tensor.data
-        target.copy_(host_tensor(np.require(value, requirements=["C", "W"]), self.tensor.dtype))
+        target = self.value.data[first_row : first_row + len(value)] if value.ndim else self.value.data
+        target.copy_(host_tensor(np.require(value, requirements=["C", "W"]), self.value.dtype))
 
     @contextmanager
-    def loading(self) -> Iterator[Callable[[NDArray[Any], int], None]]:
+    def loading(self) -> Iterator[Callable[[Array, int], None]]:
         """Loads rows by copying them to their places as they arrive."""
         yield self.assign
 
@@ -78,12 +66,12 @@ def tensors_of(
     return [TorchTensor(name, view, Placement.CUT, is_trained, cut) for view, cut in slices.views(tensor)]
 
 
-def host_tensor(array: NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
+def host_tensor(array: Array, dtype: torch.dtype) -> torch.Tensor:
     """Wraps a writable host array as a tensor over the same memory; bfloat16 is stored as uint16."""
     return torch.from_numpy(array.view(np.int16)).view(dtype) if dtype == torch.bfloat16 else torch.from_numpy(array)
 
 
-def tensor_of(value: NDArray[Any]) -> torch.Tensor:
+def tensor_of(value: Array) -> torch.Tensor:
     """Copies a saved array to a tensor on the host."""
     array = np.require(value, requirements=["C", "W"])
     return host_tensor(array, torch.bfloat16 if array.dtype == np.uint16 else torch.float32).clone()
@@ -232,7 +220,7 @@ def random_tensors(device: torch.device) -> list[ArrayTensor]:
     return [ArrayTensor(name, array, Placement.RANK) for name, array in arrays.items()]
 
 
-def load_random(device: torch.device, arrays: Mapping[str, NDArray[Any]]) -> None:
+def load_random(device: torch.device, arrays: Mapping[str, Array]) -> None:
     """Restores saved random states; a new rank without any keeps its own."""
     restore_host_random_state(arrays)
     if "rng/torch" in arrays:
@@ -244,7 +232,7 @@ def load_random(device: torch.device, arrays: Mapping[str, NDArray[Any]]) -> Non
 @contextmanager
 def kept_random_state(device: torch.device = CPU) -> Iterator[None]:
     """Restores this process's random states, and a GPU's, after the body."""
-    before = {tensor.name: np.array(tensor.array) for tensor in random_tensors(device)}
+    before = {tensor.name: np.array(tensor.value) for tensor in random_tensors(device)}
     try:
         yield
     finally:
@@ -283,7 +271,7 @@ INNER = ("state_dict", "model_state_dict", "model", "module")
 """Keys under which programs save a model's state: Lightning, PyTorch's tutorials, timm, DeepSpeed."""
 
 
-def read_weights(file: IO[bytes], path: Path, known: Container[str]) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
+def read_weights(file: IO[bytes], path: Path, known: Container[str]) -> tuple[dict[str, Array], dict[str, str]]:
     """Reads a file with a ``state_dict``, or a mapping that holds one, without running code from it.
 
     Only tensors are read (``weights_only=True``).
@@ -343,6 +331,41 @@ def write_weights(state: Mapping[str, Any], path: Path) -> None:
         torch.save(dict(state), file)
 
 
-def tensor_over(array: NDArray[Any], dtype: str) -> torch.Tensor:
+def tensor_over(array: Array, dtype: str) -> torch.Tensor:
     """Wraps an array of this dtype as a tensor over the same memory; bfloat16 is stored as uint16."""
     return host_tensor(array, torch.bfloat16 if dtype == "bfloat16" else torch.float32)
+
+
+HOST, DEVICE = "host", "device"
+"""Device of a tensor, in its kind."""
+
+
+class TorchLeaves(Leaves):
+    """Leaves plus tensors.
+
+    Args:
+        device: device of tensors that were not on the host.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def kind(self, value: Any) -> str | None:
+        if not isinstance(value, Tensor):
+            return super().kind(value)
+        if value.layout is not torch.strided or value.is_quantized:
+            return None
+        place = HOST if value.device.type == "cpu" else DEVICE
+        return f"{place} uint16" if value.dtype == torch.uint16 else place  # stored like bfloat16
+
+    def tensor(self, name: str, value: Any, placement: Placement) -> StateTensor:
+        return (
+            TorchTensor(name, value, placement) if isinstance(value, Tensor) else super().tensor(name, value, placement)
+        )
+
+    def value(self, kind: str, array: Array) -> Any:
+        place, _, dtype = kind.partition(" ")
+        if place not in (HOST, DEVICE):
+            return super().value(kind, array)
+        tensor = torch.from_numpy(np.array(array)) if dtype else tensor_of(array)
+        return tensor.to(self.device if place == DEVICE else "cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from numpy.typing import NDArray
@@ -14,7 +14,8 @@ from torch.nn import Module
 from hpctrain.backends.named_state import load_tensors, merged_over, parameter_of
 from hpctrain.backends.torch.state import tensors
 from hpctrain.backends.torch.state.optimizer import OptimizerState
-from hpctrain.backends.torch.steps.update_step import Parts, StepProgram
+from hpctrain.backends.torch.steps.own_step import OwnSteps
+from hpctrain.backends.torch.steps.update_step import Parts, UpdateStep
 from hpctrain.backends.torch.strategies.partition import Partition
 from hpctrain.backends.torch.task.task_state import TaskState
 from hpctrain.backends.update import LossScale
@@ -63,20 +64,12 @@ class Averages:
         return found
 
 
-@runtime_checkable
-class Reseeded(Protocol):
-    """A module that has random generators."""
-
-    def reseed(self, seed: int) -> None:
-        """Seeds them; ``seed`` differs between ranks."""
-
-
 @dataclass
 class TorchState:
     """See train.framework.StateSource."""
 
     parts: Parts
-    program: StepProgram
+    program: UpdateStep | OwnSteps
     optimizer_state: OptimizerState
     averages: Averages
     task_state: TaskState
@@ -96,7 +89,7 @@ class TorchState:
     def state(self) -> list[StateTensor]:
         scaler = [tensor for scale in self._scales() for tensor in scale.tensors()]
         optimizer = self.optimizer_state.tensors()
-        known = [tensor.tensor for tensor in optimizer if isinstance(tensor, tensors.TorchTensor)]
+        known = [tensor.value for tensor in optimizer if isinstance(tensor, tensors.TorchTensor)]
         found: list[StateTensor] = [
             *self.model_tensors(),
             *optimizer,
@@ -120,7 +113,7 @@ class TorchState:
         for scale in self._scales():
             scale.load(arrays)
         for counter in self.program.counters:
-            counter.array[...] = arrays.get(counter.name, 0)
+            counter.value[...] = arrays.get(counter.name, 0)
         tensors.load_random(self.parts.compute.device, arrays)
         self.parts.batch_norms.follow()  # statistics may have been saved per rank
 
@@ -129,8 +122,8 @@ class TorchState:
         seed_python(rank_seed)
         torch.manual_seed(rank_seed)
         for module in self.parts.model.modules():
-            if isinstance(module, Reseeded):
-                module.reseed(rank_seed)
+            if reseed := getattr(module, "reseed", None):  # of a KerasModule
+                reseed(rank_seed)
         tensor, sum_of = self.parts.world.tensor, self.task_state.generators_checksum
         # Before the first step, the task's own seeds apply, unless ranks of one model would draw different numbers.
         if step or (tensor.size > 1 and not tensor.same(sum_of(), "compare random generators")):

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from hpctrain.backends.torch.reduce.slots import Number
-from hpctrain.backends.torch.steps.step_context import Setting, StepContext
+from hpctrain.backends.torch.steps.step_context import StepContext
 from hpctrain.backends.torch.steps.update_step import Parts
 from hpctrain.backends.torch.steps.updates import Exchanges, Passes
 from hpctrain.backends.torch.strategies.tp_group import HALVES, mapped
@@ -38,43 +38,45 @@ STEPS = "step/done"
 """Name of a state tensor: the number of calls of a task's own step."""
 
 
+@dataclass(eq=False)
 class Live:
-    """Carries out a step's calls on all ranks together.
+    """Carries out a step's calls on all ranks together."""
 
-    Args:
-        setting: what is the same in all steps.
-        exchanges: reducers of the gradients.
-        clock: records where time goes.
-        global_samples: samples of all ranks together.
-        guard: allows optimizers to step.
-        applies: whether parameters are updated; rehearsals leave them unchanged.
-    """
+    parts: Parts
+    """What all steps share."""
+    exchanges: Exchanges
+    """Reducers of the gradients."""
+    clock: StepClock
+    """Records where time goes."""
+    global_samples: int
+    """Samples of all ranks together."""
+    guard: Guard
+    """Allows optimizers to step."""
+    applies: bool
+    """Whether parameters are updated; rehearsals leave them unchanged."""
+    passes: dict[str, Passes] = field(default_factory=dict)
+    losses: dict[str, list[float]] = field(default_factory=dict)
+    norms: dict[str, float] = field(default_factory=dict)
 
-    def __init__(
-        self, setting: Setting, exchanges: Exchanges, clock: StepClock, global_samples: int, guard: Guard, applies: bool
-    ) -> None:
-        self.setting, self.exchanges, self.clock = setting, exchanges, clock
-        self.global_samples, self.guard, self.applies = global_samples, guard, applies
-        self.labels = [END, GATHER, BACK, NORMALISE, *(update_call(name) for name in setting.trained)]
-        self.passes: dict[str, Passes] = {}
-        self.losses: dict[str, list[float]] = {}
-        self.norms: dict[str, float] = {}
+    def __post_init__(self) -> None:
+        self.group = self.parts.world.data
+        self.labels = [END, GATHER, BACK, NORMALISE, *(update_call(name) for name in self.parts.trained)]
 
     def backward(self, name: str, score: Any, samples: int, retain_graph: bool) -> None:
         self.clock.mark(Phase.FORWARD)
-        trained, reducer = self.setting.trained[name], self.exchanges.of[name]
+        trained, reducer = self.parts.trained[name], self.exchanges.of[name]
         if name not in self.passes:
             self.passes[name] = Passes(reducer, trained.rule.scale, self.global_samples)
         reducer.begin_pass(is_last=False)  # which pass is the last is known only at the update
         run = functools.partial(differentiate, trainable(trained.parameters), retain_graph or None)
-        with self.setting.compute.autocast(enabled=False):
+        with self.parts.compute.autocast(enabled=False):
             self.passes[name].add(score, samples, run)
         self.clock.mark(Phase.BACKWARD)
 
     def update(self, name: str) -> None:
         self.clock.mark(Phase.BACKWARD)
         self.agree(update_call(name))
-        passes, trained = self.passes.pop(name), self.setting.trained[name]
+        passes, trained = self.passes.pop(name), self.parts.trained[name]
         totals, own = passes.exchange()
         self.clock.mark(Phase.EXCHANGE)
         self.losses.setdefault(name, []).append(totals.loss)
@@ -85,23 +87,23 @@ class Live:
                 decision = trained.update(self.exchanges.of[name], totals, self.clock)
         except NotFinite as error:
             finite, what = math.isfinite(own[0]), f"the loss of {name}" if name else "the loss"
-            raise ranks_at_fault(error, self.setting.group, finite, what) from None
+            raise ranks_at_fault(error, self.group, finite, what) from None
         if decision.norm is not None:
             self.norms[f"grad_norm_{name}" if name else "grad_norm"] = decision.norm
-        if self.setting.compute.low_precision is not None:
+        if self.parts.compute.low_precision is not None:
             torch.clear_autocast_cache()  # holds casts of the old weights
         self.clock.mark(Phase.OPTIMIZER)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        if self.setting.group.size == 1:
+        if self.group.size == 1:
             return tensor
         self.clock.mark(Phase.FORWARD)
         self.agree(GATHER)
-        return gathered(tensor, self.setting.group, self.clock, functools.partial(self.agree, BACK))
+        return gathered(tensor, self.group, self.clock, functools.partial(self.agree, BACK))
 
     def agree(self, doing: str) -> None:
         """Raises UserError, on all ranks, if ranks do not reach the same collective action. Collective."""
-        group = self.setting.group
+        group = self.group
         if not group.same(self.labels.index(doing), "reach the same point of their step"):
             everywhere = group.allgather(doing, "say what their step does")
             other = next(rank for rank, each in enumerate(everywhere) if each != everywhere[0])
@@ -123,17 +125,17 @@ class Live:
 class Dry:
     """Carries out calls on this rank alone: computes gradients and drops them."""
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
         self.has_trained = False
 
     def backward(self, name: str, score: Any, samples: int, retain_graph: bool) -> None:
         self.has_trained = True
         total = score[0] if isinstance(score, tuple) else score
-        parameters = trainable(self.setting.trained[name].parameters)
+        parameters = trainable(self.parts.trained[name].parameters)
         if not parameters:  # frozen for now
             return
-        with self.setting.compute.autocast(enabled=False):
+        with self.parts.compute.autocast(enabled=False):
             found = torch.autograd.grad(total, parameters, retain_graph=retain_graph or None, allow_unused=True)
         if all(gradient is None for gradient in found):
             raise UserError(
@@ -191,12 +193,11 @@ class OwnResult:
 
 class OwnSteps:
     """The program of a task with its own step, which gets this rank's part of the global batch as one batch; see
-    StepProgram.
+    UpdateStep.
 
     Args:
         parts: the common parts of programs.
         step: the task's step.
-        accumulate: ``train.accumulate``.
         optimizers: all optimizers of the task.
     """
 
@@ -204,11 +205,9 @@ class OwnSteps:
         self,
         parts: Parts,
         step: Callable[[StepContext, Any], Any],
-        accumulate: int,
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
         self.parts, self.step = parts, step
-        self.setting = Setting(parts.models, parts.compute, parts.trained, accumulate, parts.world.data)
         self.guard = Guard(optimizers)
         self.updates = 0
         self.done = np.zeros((), np.int64)
@@ -245,12 +244,12 @@ class OwnSteps:
         """
         batch = self.parts.compute.tensors(host)
         clock.mark(Phase.TO_DEVICE)
-        group = self.setting.group
+        group = self.parts.world.data
         rows = part_of(global_samples, group.rank, group.size)
-        live = Live(self.setting, exchanges, clock, global_samples, self.guard, applies)
-        context = StepContext(self.setting, live, rows, global_samples, int(self.done), group.size)
+        live = Live(self.parts, exchanges, clock, global_samples, self.guard, applies)
+        context = StepContext(self.parts, live, rows, global_samples, int(self.done), group.size)
         self.parts.batch_norms.begin_micro_batch(0, functools.partial(live.agree, NORMALISE))
-        with self.setting.compute.autocast():
+        with self.parts.compute.autocast():
             logged = context._finish(self.step(context, batch))
         live.agree(END)
         return live.result(logged, rows.stop - rows.start)
@@ -263,11 +262,11 @@ class OwnSteps:
         """
         tensors = self.parts.compute.tensors(copied(batch))
         samples = samples_of(tensors)
-        dry = Dry(self.setting)
-        context = StepContext(self.setting, dry, slice(0, samples), samples, int(self.done), ranks=1)
+        dry = Dry(self.parts)
+        context = StepContext(self.parts, dry, slice(0, samples), samples, int(self.done), ranks=1)
         fix = f"step(ctx, batch) gets a hpctrain.StepContext, and a dict of {shapes(tensors)}"
-        parameters = [parameter for trained in self.setting.trained.values() for parameter in trained.parameters]
-        with self.setting.compute.autocast(), no_other_backward(parameters), blamed("step", fix):
+        parameters = [parameter for trained in self.parts.trained.values() for parameter in trained.parameters]
+        with self.parts.compute.autocast(), no_other_backward(parameters), blamed("step", fix):
             returned = self.step(context, tensors)
         if not (context._finish(returned) or dry.has_trained or returned is not None):
             raise UserError(

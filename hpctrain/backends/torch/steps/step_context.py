@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch.nn import Module
 
-from hpctrain.backends.torch.device import Compute
 from hpctrain.backends.torch.reduce.slots import Number
-from hpctrain.backends.torch.steps.updates import Trained
-from hpctrain.backends.torch.task.checks import describe, require_score
+from hpctrain.backends.torch.steps.update_step import Parts
+from hpctrain.backends.torch.task.checks import require_score
 from hpctrain.backends.torch.task.shares import ONLY
-from hpctrain.comm.group import Group
 from hpctrain.config.combinations import refuse
 from hpctrain.config.features import Feature, used
 from hpctrain.data.order import part_of
 from hpctrain.errors import UserError
-from hpctrain.system.user_errors import calling_line
+from hpctrain.system.user_errors import calling_line, described
 
 RESERVED = ("grad_norm", "seconds/")
 """Prefixes of names that are reported besides a step's metrics."""
@@ -36,17 +33,6 @@ class Acts(Protocol):
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Gathers the rows of all ranks."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What is the same in all steps."""
-
-    models: Mapping[str, Module]
-    compute: Compute
-    trained: Mapping[str, Trained]
-    accumulate: int
-    group: Group
 
 
 class StepContext:
@@ -68,28 +54,28 @@ class StepContext:
     rows: slice
     """This rank's rows in the global batch, in the order of ``gather``."""
 
-    def __init__(self, setting: Setting, acts: Acts, rows: slice, global_samples: int, step: int, ranks: int) -> None:
+    def __init__(self, parts: Parts, acts: Acts, rows: slice, global_samples: int, step: int, ranks: int) -> None:
         """Created by hpctrain.
 
         Args:
-            setting: what is the same in all steps.
+            parts: what all steps share.
             acts: the actions behind the calls.
             rows: this rank's rows in the global batch.
             global_samples: samples of all ranks together.
             step: number of earlier steps.
             ranks: number of ranks that have a part of the samples.
         """
-        self.models = setting.models
-        self.device = setting.compute.device
+        self.models = parts.models
+        self.device = parts.compute.device
         self.step = step
         self.global_samples = global_samples
         self.rows = rows
-        self._setting = setting
+        self._trained = parts.trained
         self._acts = acts
         self._samples = rows.stop - rows.start
-        accumulate = setting.accumulate > 1 and setting.accumulate
-        self._features = used({Feature.OWN_STEP: True, Feature.ACCUMULATE: accumulate})
-        self._parts = min(setting.accumulate, global_samples // ranks)  # the same on all ranks: layers may communicate
+        accumulate = next(iter(parts.trained.values())).train.accumulate
+        self._features = used({Feature.OWN_STEP: True, Feature.ACCUMULATE: accumulate > 1 and accumulate})
+        self._parts = min(accumulate, global_samples // ranks)  # the same on all ranks: layers may communicate
         self._part = 0
         self._open: dict[str, list[int | None]] = {}
         self._logged: dict[str, tuple[Number, Number]] = {}
@@ -199,7 +185,7 @@ class StepContext:
         refuse(self._features | {Feature.GATHER: calling_line()})
         if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0:
             raise UserError(
-                f"ctx.gather got {describe(tensor)} without rows{calling_line()}", "give a tensor with a leading axis"
+                f"ctx.gather got {described(tensor)} without rows{calling_line()}", "give a tensor with a leading axis"
             )
         return self._acts.gather(tensor)
 
@@ -222,7 +208,7 @@ class StepContext:
 
     def _optimizer(self, name: str | None, call: str) -> str:
         """The name of the optimizer that a call refers to."""
-        trained = self._setting.trained
+        trained = self._trained
         if name is not None and name in trained:
             return name
         if name is None and len(trained) == 1:
@@ -241,7 +227,7 @@ class StepContext:
         """Returns what was logged; raises UserError if the step left something unfinished."""
         if returned is not None and not isinstance(returned, Mapping):
             raise UserError(
-                f"step returned {describe(returned)}",
+                f"step returned {described(returned)}",
                 "return a dict of metrics, or nothing; losses go to ctx.backward, followed by ctx.update",
             )
         for name, value in (returned or {}).items():

@@ -1,4 +1,4 @@
-"""The protocol of step programs; and the program of a task with a model and a loss: passes, exchange, update."""
+"""The program of a task with a model and a loss: passes, exchange, update."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.clock import NO_CLOCK, Phase, StepClock
 from hpctrain.train.evaluation import even_passes
 from hpctrain.train.flops import Flops
-from hpctrain.train.framework import HostBatch, StepResult, copied, samples_of
+from hpctrain.train.framework import HostBatch, copied, samples_of
 from hpctrain.train.state import ArrayTensor
 
 
@@ -104,7 +104,7 @@ class LossPasses:
 
 
 class UpdateStep:
-    """The program of a task with a model and a loss; see StepProgram.
+    """The program of a task with a model and a loss.
 
     Args:
         parts: the common parts of programs.
@@ -112,10 +112,12 @@ class UpdateStep:
     """
 
     counters: Sequence[ArrayTensor] = ()
+    """What the program counts across resumes."""
 
     def __init__(self, parts: Parts, passes: PassRunner) -> None:
         self.parts, self.passes = parts, passes
         self.updates = 0
+        """Updates since the task was built."""
 
     def run(self, micro_batches: Sequence[HostBatch], global_samples: int) -> UpdateResult:
         parts, clock, trained = self.parts, self.parts.clock, self.parts.trained[ONLY]
@@ -146,6 +148,7 @@ class UpdateStep:
         return UpdateResult(loss, decision.norm)
 
     def dry_call(self, batch: HostBatch) -> Flops | None:
+        """Tries passes on a batch; returns the FLOPs of training if they can be counted. Raises UserError."""
         compute = self.parts.compute
 
         def call() -> Any:
@@ -166,27 +169,6 @@ class UpdateStep:
         with self.parts.batch_norms.update(len(copies)):
             self.passes.run(passes, copies, NO_CLOCK)
             passes.exchange()
-
-
-class StepProgram(Protocol):
-    """Makes updates with a task."""
-
-    @property
-    def updates(self) -> int:
-        """Updates since the task was built."""
-
-    @property
-    def counters(self) -> Sequence[ArrayTensor]:
-        """State tensors: what the program counts across resumes."""
-
-    def run(self, micro_batches: Sequence[HostBatch], global_samples: int) -> StepResult:
-        """One update; see train.framework.Step."""
-
-    def dry_call(self, batch: HostBatch) -> Flops | None:
-        """Tries passes on a batch; returns the FLOPs of training if they can be counted. Raises UserError."""
-
-    def close(self) -> None:
-        """Releases what it holds of the task."""
 
 
 @dataclass

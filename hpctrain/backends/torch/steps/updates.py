@@ -7,27 +7,26 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Parameter
 
 from hpctrain.backends.torch.reduce.reducer import Reducer, SummedGradients
 from hpctrain.backends.torch.reduce.slots import Number
-from hpctrain.backends.torch.steps.device_decision import decided
+from hpctrain.backends.torch.reduce.torch_reducers import TorchReducers
 from hpctrain.backends.torch.strategies.tp_group import HALVES
 from hpctrain.backends.torch.task.checks import SCALAR, has_hooks
-from hpctrain.backends.update import Decision, NotFinite, UpdateRule
+from hpctrain.backends.update import Decision, NotFinite, UpdateRule, decided
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.config.sections import ReduceConfig, TrainConfig
 from hpctrain.errors import RunFailed, UserError
 from hpctrain.reduce.candidates import Candidate
-from hpctrain.reduce.flat_layout import ExchangeResult
-from hpctrain.reduce.reducer_choice import Reducers
+from hpctrain.reduce.flat_layout import SLOTS, ExchangeResult
+from hpctrain.system.array_types import Floats
 from hpctrain.system.user_errors import advice_on, advised, own_line, words
 from hpctrain.train.clock import Phase, StepClock
 
@@ -88,11 +87,11 @@ class Passes:
         with differentiated():
             backward(total if factor == 1 else total * factor)
 
-    def as_array(self) -> NDArray[np.float64]:
+    def as_array(self) -> Floats:
         """Loss and weight so far, for ``take`` on another rank."""
         return np.array([float(self.loss), float(self.weight), self.weighted])
 
-    def take(self, values: NDArray[np.float64]) -> None:
+    def take(self, values: Floats) -> None:
         """Replaces loss and weight by those of a rank that has seen the same samples."""
         self.loss, self.weight, self.weighted = float(values[0]), float(values[1]), bool(values[2])
 
@@ -189,14 +188,16 @@ class Trained:
             reducer: its exchange has been launched.
             clock: marks the end of the exchange on the device.
             weighted: whether gradients must be divided by a weight.
-            numbers: see ``decided``.
+            numbers: summed slots; the norm of the summed gradients follows if it is needed.
         """
         clock.mark_ahead(Phase.EXCHANGE)
-        factor, skips = decided(numbers, self.rule.scale, self.rule.clip_norm)
+        exact = numbers.double()
+        norm = exact[SLOTS] if len(exact) > SLOTS else None
+        factor, sound = decided(exact, norm, self.rule.scale, self.rule.clip_norm, torch.where, torch.isfinite)
         gradients = reducer.gradients()
         if gradients and (weighted or self.rule.needs_norm):
             torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
-        self.optimizer.found_inf = skips.float()
+        self.optimizer.found_inf = (~sound).float()
         try:
             self.optimizer.step()
         finally:
@@ -254,12 +255,23 @@ class Exchanges:
             reducer.close()
 
 
-class ReducerSource(Reducers[Reducer], Protocol):
-    """Opens reducers for the parameters of one optimizer."""
+@dataclass(frozen=True)
+class OnlyReducer:
+    """A reducer without alternatives; see reducer_choice.Reducers."""
 
-    @property
-    def sparse(self) -> Sequence[Parameter]:
-        """Parameters whose gradients stay sparse."""
+    candidate: Candidate
+    make: Callable[[Candidate, Group], Reducer]
+    sparse: Sequence[Parameter] = ()
+    """Parameters whose gradients stay sparse."""
+
+    def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
+        return [self.candidate]
+
+    def open(self, candidate: Candidate, group: Group) -> Reducer:
+        return self.make(candidate, group)
+
+
+ReducerSource: TypeAlias = TorchReducers | OnlyReducer
 
 
 @dataclass(frozen=True)

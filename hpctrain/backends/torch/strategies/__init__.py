@@ -6,8 +6,7 @@ order: ``tensor``, ``pipeline``, ``meta_init``, ``fsdp`` and ``zero1``. Each has
 model.
 
 ``partition`` is the part of a model that a rank has; ``parameter_traits`` finds out what optimizers allow, and gives
-them rows of parameters. ``row_shares`` assigns rows of parameters to ranks, and ``sharded_exchange`` sends gradients to
-their owners and parameters back. ``tp_group`` has the communication of the ranks that split layers. Ranks send tensors
-by an ``exchange``: host memory, or a process group of torch. ``memory_estimate`` estimates the memory of each plan;
-``built`` weighs a rank whose plan has been built.
+them rows of parameters, which ``row_shares`` assigns to ranks. ``tp_group`` has the communication of the ranks that
+split layers. Ranks send tensors by an ``exchange``: host memory, or a process group of torch. ``memory_estimate``
+estimates the memory of each plan; ``built`` weighs a rank whose plan has been built.
 """

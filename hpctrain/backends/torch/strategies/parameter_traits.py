@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,22 +135,21 @@ def replace_parameters(optimizer: Optimizer, group: dict[str, object], mine: Map
     group["params"] = [parameter for _, parameter in kept]
 
 
-def refuse_late(optimizers: Sequence[Optimizer], is_late: Callable[[Tensor], bool], names: Mapping[int, str]) -> None:
-    """Raises UserError if an optimizer was given a parameter after its parameters had been sharded.
+def shard_optimizers(optimizers: Sequence[Optimizer], mine: Mapping[int, OwnRows | None]) -> None:
+    """Gives optimizers this rank's rows in place of whole parameters; from then on they take no others."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            replace_parameters(optimizer, group, mine)
+        optimizer.add_param_group = refuse_group  # type: ignore[assignment, method-assign]
 
-    Args:
-        optimizers: all optimizers of the task.
-        is_late: whether a parameter is not one of this rank's rows.
-        names: names of whole parameters, by id.
-    """
-    held = (one for each in optimizers for group in each.param_groups for one in group["params"])
-    if (found := next(filter(is_late, held), None)) is not None:
-        raise UserError(
-            f"an optimizer was given {names.get(id(found), 'a parameter')} after the run had begun, when "
-            "parallel.shard had sharded its parameters",
-            "give it all parameters when the task is made (a schedule with a factor for each group lets some wait), "
-            "or leave parallel.shard out",
-        )
+
+def refuse_group(group: Mapping[str, Any]) -> None:
+    """In place of an optimizer's ``add_param_group``."""
+    raise UserError(
+        "an optimizer was given parameters after the run had begun, when parallel.shard had sharded its own",
+        "give it all parameters when the task is made (a schedule with a factor for each group lets some wait), "
+        "or leave parallel.shard out",
+    )
 
 
 def own_rows(slot: object, whole: Parameter, rows: OwnRows) -> object:

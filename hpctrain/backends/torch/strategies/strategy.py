@@ -24,7 +24,7 @@ from hpctrain.backends.torch.reduce.torch_reducers import TorchReducers
 from hpctrain.backends.torch.state.optimizer import OptimizerPart, Slots
 from hpctrain.backends.torch.steps.update_step import Parts, PassRunner
 from hpctrain.backends.torch.steps.updates import ReducerSource
-from hpctrain.backends.torch.strategies.exchange import Exchange, OpenExchange
+from hpctrain.backends.torch.strategies.exchange import Exchange, exchange_for, over_torch
 from hpctrain.backends.torch.strategies.parameter_traits import ParameterTraits, plain, traits_of
 from hpctrain.backends.torch.strategies.partition import Partition, uncut
 from hpctrain.backends.torch.strategies.pipeline.stage_schedule import StageChoice
@@ -62,8 +62,6 @@ class Opening:
     """Whether BatchNorm layers normalise over the samples of all ranks."""
     meta_init: frozenset[str]
     """Names of parameters that are created without values."""
-    open_exchange: OpenExchange
-    """Opens an exchange of tensors between ranks."""
     stage_choice: StageChoice
     """How layers are divided into pipeline stages."""
 
@@ -90,7 +88,9 @@ class Opening:
 
     def exchange(self, group: Group, neighbours: Neighbours) -> Exchange:
         """Opens an exchange of tensors within a group. Collective."""
-        return self.open_exchange(group, self.compute.device, Waiting(self.clock, neighbours))
+        device = self.compute.device
+        opens = over_torch if self.config.reduce.kind == "nccl" and device.type == "cpu" else exchange_for
+        return opens(group, device, Waiting(self.clock, neighbours))
 
     def tp_group(self, group: Group, neighbours: Neighbours) -> TPGroup:
         """Opens the communication of ranks that split layers. Collective."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, TypeAlias, cast
 from weakref import WeakValueDictionary
 
@@ -215,20 +216,18 @@ def gathered(values: Tensor, tp_group: TPGroup) -> Tensor:
     return mapped(values, functools.partial(tp_group.gathered, what="gather the outputs of a split layer"), own)
 
 
+@dataclass(eq=False)
 class CutLogits:
     """The output of a layer with ``columns(classes=True)`` in training: logits of this rank's classes. Accepted by
     ``cross_entropy``, but not by torch's functions, which would take a part for the whole.
-
-    Args:
-        values: [..., classes of this rank].
-        tp_group: the ranks, which have the other classes.
-        layer: name of the layer that computed them, for messages.
     """
 
-    def __init__(self, values: Tensor, tp_group: TPGroup, layer: str) -> None:
-        self.values = values
-        self.tp_group = tp_group
-        self.layer = layer
+    values: Tensor
+    """[..., classes of this rank]."""
+    tp_group: TPGroup
+    """The ranks, which have the other classes."""
+    layer: str
+    """Name of the layer that computed them, for messages."""
 
     @property
     def shape(self) -> torch.Size:

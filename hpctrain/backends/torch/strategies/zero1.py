@@ -14,30 +14,33 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
 from hpctrain.backends.torch.process_groups import by_group, peers_of, word_of
 from hpctrain.backends.torch.reduce.gradients import FlatGradients, as_real, view_like
 from hpctrain.backends.torch.reduce.reducer import ByFlatGradients, Reducer
-from hpctrain.backends.torch.reduce.sharded import GroupSharded, HostSharded, StagedSharded, TensorSharded
+from hpctrain.backends.torch.reduce.sharded import (
+    GroupSharded,
+    HostSharded,
+    StagedSharded,
+    TensorSharded,
+    open_sharded_exchange,
+)
 from hpctrain.backends.torch.reduce.slots import Number
 from hpctrain.backends.torch.reduce.torch_reducers import bucket_sizes, common_kind
 from hpctrain.backends.torch.state.optimizer import Slots
+from hpctrain.backends.torch.steps.updates import OnlyReducer
 from hpctrain.backends.torch.strategies.estimated import Estimated
 from hpctrain.backends.torch.strategies.memory_estimate import MemoryEstimate
 from hpctrain.backends.torch.strategies.parameter_traits import (
     OwnRows,
     ParameterTraits,
     parameter_of,
-    refuse_late,
-    replace_parameters,
+    shard_optimizers,
 )
 from hpctrain.backends.torch.strategies.partition import Slices
 from hpctrain.backends.torch.strategies.row_shares import RowRange, ShardedParameter, Shares, share_out
-from hpctrain.backends.torch.strategies.sharded_exchange import open_sharded_exchange
 from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy, Updates, needs_norm
 from hpctrain.comm.group import Group
-from hpctrain.comm.world import World
 from hpctrain.config.features import Feature
 from hpctrain.config.sections import ReduceConfig
 from hpctrain.reduce.candidates import Candidate
@@ -107,11 +110,9 @@ class ShardedReducer(ByFlatGradients, Reducer):
         exchange: TensorSharded,
         sharded: Sharded,
         needs_norm: bool,
-        optimizers: Sequence[Optimizer] = (),
     ) -> None:
         own = exchange.flat[sharded.shares.ranges[sharded.rank]]
-        self.sharded, self.own, self.optimizers = sharded, own, optimizers
-        self.names = {id(parameter): name for name, parameter in sharded.pairs}
+        self.sharded, self.own = sharded, own
         self.parameters = [parameter for _, parameter in sharded.pairs]
         self.mine: list[Tensor] = [part.parameter for part in sharded.parts]
         layout, start = sharded.layout, sharded.shares.ranges[sharded.rank].start
@@ -144,7 +145,6 @@ class ShardedReducer(ByFlatGradients, Reducer):
 
     def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> ExchangeResult:
         self.flat_gradients.complete()
-        self._require_parts()
         if self._follow():
             self.theirs = self._theirs()
         slots = self.sums.scatter(loss, weight, self.needs_norm)
@@ -183,10 +183,6 @@ class ShardedReducer(ByFlatGradients, Reducer):
             grad = summed if mine.dtype == summed.dtype else summed.to(mine.dtype)
             mine.grad = grad if self.parameters[part.piece.parameter].requires_grad else None
 
-    def _require_parts(self) -> None:
-        """Raises UserError if an optimizer was given a whole parameter, which has no gradient here."""
-        refuse_late(self.optimizers, lambda one: id(one) in self.names, self.names)
-
     def _follow(self) -> bool:
         """Follows parameters that the task has moved (``parameter.data = ...``); returns whether there were any."""
         if (places := self._places()) == self.places:
@@ -214,47 +210,31 @@ def copy_all(into: list[Tensor], values: list[Tensor]) -> None:
         torch._foreach_copy_(into, values)
 
 
-@dataclass(frozen=True)
-class ShardedReducers:
-    """The only reducer of sharded parameters; see reducer_choice.Reducers."""
-
-    sharded: Sharded
-    config: ReduceConfig
-    needs_norm: bool = True
-    """Whether updates need the gradient norm."""
-    optimizers: Sequence[Optimizer] = ()
-    """All optimizers of the task, which have this rank's parts."""
-    sparse: Sequence[Parameter] = ()
-    """Always empty: no gradient stays sparse."""
-
-    def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
-        device = common_kind(self.sharded.pairs)[1]
-        if by_group(config.kind, world, device):
-            return [Candidate(word_of(device), "sharded")]
-        return [Candidate("mpi", "sharded")]
-
-    def open(self, candidate: Candidate, group: Group) -> ShardedReducer:
-        layout, ranges = self.sharded.layout, self.sharded.shares.ranges
-        dtype, device = common_kind(self.sharded.pairs)
-        exchange: TensorSharded
-        if candidate.kind != "mpi":
-            most, ends = bucket_sizes(self.config, replace(candidate, way="overlap"), dtype, device)
-            layout = replace(layout, buckets=plan(layout.sizes, most, SLOTS, ends).buckets)
-            exchange = GroupSharded(peers_of(group, device), layout, ranges, dtype, device)
+def open_sharded(
+    sharded: Sharded, config: ReduceConfig, needs_norm: bool, candidate: Candidate, group: Group
+) -> ShardedReducer:
+    """Opens the reducer of sharded parameters; ``needs_norm`` says whether updates need the gradient norm."""
+    layout, ranges = sharded.layout, sharded.shares.ranges
+    dtype, device = common_kind(sharded.pairs)
+    exchange: TensorSharded
+    if candidate.kind != "mpi":
+        most, ends = bucket_sizes(config, replace(candidate, way="overlap"), dtype, device)
+        layout = replace(layout, buckets=plan(layout.sizes, most, SLOTS, ends).buckets)
+        exchange = GroupSharded(peers_of(group, device), layout, ranges, dtype, device)
+    else:
+        host_dtype = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
+        host = open_sharded_exchange(group, layout.length, layout.gradients, host_dtype, ranges)
+        if device.type == "cpu":
+            exchange = HostSharded(host, layout)
         else:
-            host_dtype = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
-            host = open_sharded_exchange(group, layout.length, layout.gradients, host_dtype, ranges)
-            if device.type == "cpu":
-                exchange = HostSharded(host, layout)
-            else:
-                exchange = StagedSharded(host, layout, ranges[group.rank], device)
+            exchange = StagedSharded(host, layout, ranges[group.rank], device)
 
-        def ready(number: int) -> None:
-            bucket = layout.buckets[number]
-            exchange.start(bucket.begin, min(bucket.end, layout.gradients))
+    def ready(number: int) -> None:
+        bucket = layout.buckets[number]
+        exchange.start(bucket.begin, min(bucket.end, layout.gradients))
 
-        gradients = FlatGradients(self.sharded.pairs, exchange.flat, layout, ready, self.config.sparse)
-        return ShardedReducer(candidate.name, gradients, exchange, self.sharded, self.needs_norm, self.optimizers)
+    gradients = FlatGradients(sharded.pairs, exchange.flat, layout, ready, config.sparse)
+    return ShardedReducer(candidate.name, gradients, exchange, sharded, needs_norm)
 
 
 def planned(opening: Opening) -> Strategy | None:
@@ -280,11 +260,14 @@ def shard_rows(opening: Opening, traits: ParameterTraits, prepared: Prepared) ->
             ends = (0, len(whole) if whole.ndim else 1) if is_all else (rows.piece.begin, rows.piece.end)
             slices[id(rows.parameter)] = partition.rows(name, tuple(whole.shape), *ends)
             own_names[id(rows.parameter)] = name
-    for optimizer in opening.optimizers:
-        for settings in optimizer.param_groups:
-            replace_parameters(optimizer, settings, mine)
+    shard_optimizers(opening.optimizers, mine)
     config, norm = opening.config.reduce, needs_norm(opening, partition)
-    reducers = {name: ShardedReducers(own, config, norm, opening.optimizers) for name, own in of.items()}
+    device = opening.compute.device
+    kind = word_of(device) if by_group(config.kind, world, device) else "mpi"
+    reducers = {
+        name: OnlyReducer(Candidate(kind, "sharded"), functools.partial(open_sharded, own, config, norm))
+        for name, own in of.items()
+    }
     updates = Updates(shares, {**names, **own_names}, Slots(slices), reducers)
     return replace(prepared, updates=updates)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map, tree_map_only
 
 from hpctrain.errors import UserError
 from hpctrain.tasks.definition import TorchTask
@@ -36,7 +37,7 @@ class CarriedState:
     def keep(self, model: torch.nn.Module, hidden: Any) -> None:
         """Keeps ``hidden``, detached, as the state after this batch; does nothing while ``model`` does not train."""
         if model.training:
-            self.hidden = mapped(torch.Tensor.detach, hidden)
+            self.hidden = tree_map(torch.Tensor.detach, hidden)
 
     def new_each_epoch(self) -> BaseHook:
         """Returns a hook that resets the state at the end of each epoch, when the text starts over."""
@@ -53,7 +54,7 @@ class CarriedState:
     def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Concatenates the lanes of all ranks, in order."""
         parts = [state["hidden"] for state in states if state["hidden"] is not None]
-        return {"hidden": mapped(lambda *each: torch.cat(each, self.axis), *parts) if parts else None}
+        return {"hidden": tree_map(lambda *each: torch.cat(each, self.axis), *parts) if parts else None}
 
     def split(self, whole: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Any]:
         """Returns this rank's lanes, one for each of its samples in a batch."""
@@ -61,7 +62,7 @@ class CarriedState:
         def part(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.tensor_split(ranks, self.axis)[rank].contiguous()
 
-        return {"hidden": None if whole["hidden"] is None else mapped(part, whole["hidden"])}
+        return {"hidden": tree_map_only(torch.Tensor, part, whole["hidden"])}
 
 
 class NewEachEpoch(BaseHook):
@@ -88,13 +89,3 @@ def carried_by(task: TorchTask) -> str | None:
             'write PerRank(carried, on_other_ranks="split")',
         )
     return carried[0].label if carried else None
-
-
-def mapped(function: Callable[..., torch.Tensor], first: Any, *others: Any) -> Any:
-    """Applies a function to corresponding tensors of equal nested structures."""
-    if isinstance(first, Mapping):
-        return {name: mapped(function, first[name], *(each[name] for each in others)) for name in first}
-    if isinstance(first, (tuple, list)):
-        values = [mapped(function, *each) for each in zip(first, *others, strict=True)]
-        return tuple(values) if isinstance(first, tuple) else values
-    return function(first, *others)

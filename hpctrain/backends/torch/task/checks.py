@@ -18,8 +18,8 @@ from hpctrain.backends.torch.reduce.gradients import watched
 from hpctrain.backends.torch.state.optimizer import OptimizerPart
 from hpctrain.backends.torch.task.shares import of_sparse_adam
 from hpctrain.config.features import Feature, used
-from hpctrain.errors import UserError, kind_of
-from hpctrain.system.user_errors import blamed, of_float64, shapes, trained_weight
+from hpctrain.errors import UserError
+from hpctrain.system.user_errors import blamed, described, of_float64, shapes, trained_weight
 from hpctrain.tasks.definition import Task
 from hpctrain.tasks.mean_check import TOLERANCE, TOLERANCE_16_BITS, LossReader, require_mean
 
@@ -150,7 +150,7 @@ def try_loss(
         again: computes outputs in evaluation mode, see ``require_mean``.
     """
     outputs = forward(task, model, batch, hint)
-    shown = describe(outputs)
+    shown = described(outputs)
     fix = f"loss(outputs, batch) gets outputs {shown}, and the batch, a dict of {shapes(batch)}"
     with blamed("loss", with_hint(fix, hint)), warnings.catch_warnings():
         warnings.filterwarnings("error", message="Using a target size")  # a broadcast that is rarely intended
@@ -158,8 +158,9 @@ def try_loss(
     require_score(score, "loss")
     total = score[0] if isinstance(score, tuple) else score
     if not isinstance(total, Tensor) or not total.requires_grad:
+        shown = described(total)
         raise UserError(
-            f"loss returned {describe(total)} that does not depend on the model's parameters: nothing would be trained",
+            f"loss returned {shown} that does not depend on the model's parameters: nothing would be trained",
             "compute it from the outputs with torch operations, without .item(), .detach(), no_grad, argmax or NumPy",
         )
     require_mean(TORCH, "loss", task.loss, outputs, batch, again)
@@ -184,7 +185,8 @@ def try_metrics(task: Task, model: Any, batch: Mapping[str, Tensor]) -> None:
     for key, metric in judges(task).items():
         name = f"metrics[{key!r}]" if key in task.metrics else key
         fix = (
-            f"{name} gets (outputs, batch) in an evaluation: outputs {describe(outputs)}, and a dict of {shapes(batch)}"
+            f"{name} gets (outputs, batch) in an evaluation: outputs {described(outputs)}, "
+            f"and a dict of {shapes(batch)}"
         )
         with blamed(name, fix):
             score = metric(outputs, batch)
@@ -235,15 +237,4 @@ def require_score(score: Any, field: str) -> None:
                 float(part)  # a NumPy number
             except (TypeError, ValueError):
                 fix = f"{SCALAR}; of several losses return the sum, and give the parts as metrics="
-                raise UserError(f"{field} returned {describe(part)}", fix) from None
-
-
-def describe(value: Any) -> str:
-    """Describes shapes and types in words."""
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {list(value.shape)}"
-    if isinstance(value, dict):
-        return f"a dict of {', '.join(map(str, value))}"
-    if isinstance(value, (tuple, list)):
-        return f"{kind_of(value)} of {len(value)}"
-    return kind_of(value)
+                raise UserError(f"{field} returned {described(part)}", fix) from None

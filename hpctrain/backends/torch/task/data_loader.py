@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -165,12 +166,12 @@ def example_of(dataset: Any) -> Any:
         return dataset[0]
 
 
+@dataclass(eq=False)
 class Collate:
     """A DataLoader's collate_fn as a task's: passes samples in the dataset's form, and names the returned tensors."""
 
-    def __init__(self, function: Callable[[list[Any]], Any], example: Any) -> None:
-        self.function = function
-        self.example = example
+    function: Callable[[list[Any]], Any]
+    example: Any
 
     def __repr__(self) -> str:
         return f"the DataLoader's collate_fn {self.function!r} (workers need TorchTask(collate=...) instead)"

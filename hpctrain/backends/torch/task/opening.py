@@ -27,9 +27,8 @@ from hpctrain.backends.torch.state.optimizer import OptimizerPart, OptimizerStat
 from hpctrain.backends.torch.state.tensors import layout_of, module_tensors, other_names, shared_buffers
 from hpctrain.backends.torch.state.torch_state import Averages, TorchState, passes_leave
 from hpctrain.backends.torch.steps.own_step import OwnSteps, own_models
-from hpctrain.backends.torch.steps.update_step import LossPasses, Modes, Parts, StepProgram, UpdateStep
+from hpctrain.backends.torch.steps.update_step import LossPasses, Modes, Parts, UpdateStep
 from hpctrain.backends.torch.steps.updates import ExchangesToChoose, Trained
-from hpctrain.backends.torch.strategies.exchange import OpenExchange, exchange_for, over_torch
 from hpctrain.backends.torch.strategies.listed import STRATEGIES
 from hpctrain.backends.torch.strategies.parameter_traits import unsuited
 from hpctrain.backends.torch.strategies.pipeline.pipelined import pipeline_features
@@ -65,7 +64,6 @@ def open_torch(
     config: StepSettings,
     clock: StepClock,
     choice: ReducerChoice,
-    open_exchange: OpenExchange | None = None,
     stage_choice: StageChoice = BY_PARAMETERS,
     allocates: bool = True,
 ) -> TorchFramework:
@@ -77,7 +75,6 @@ def open_torch(
         config: settings of an update.
         clock: records the time of each phase.
         choice: chooses the reducer.
-        open_exchange: opens the exchange of tensors between ranks that hold parts of one model; by default chosen.
         stage_choice: how layers are distributed over pipeline stages.
         allocates: see device.Compute.
 
@@ -96,8 +93,7 @@ def open_torch(
         torch.set_num_threads(train.threads)
     set_kernels(train)
     compute = dataclasses.replace(compute_of(train, device), allocates=allocates)
-    chosen = over_torch if config.reduce.kind == "nccl" and device.type == "cpu" else exchange_for
-    opening = look_at(task, world, config, compute, clock, open_exchange or chosen, stage_choice)
+    opening = look_at(task, world, config, compute, clock, stage_choice)
     move(opening.model, device, compute.memory_format)
     for module in opening.task_state.modules_of_functions():
         if any(one.device.type != device.type for one in (*module.parameters(), *module.buffers())):
@@ -163,7 +159,6 @@ def look_at(
     config: StepSettings,
     compute: Compute,
     clock: StepClock,
-    open_exchange: OpenExchange,
     stage_choice: StageChoice,
 ) -> Opening:
     """Checks a task and collects what strategies need. Raises UserError if it cannot be trained as configured."""
@@ -193,7 +188,6 @@ def look_at(
         features=features,
         joins=joins,
         meta_init=frozenset(on_meta),
-        open_exchange=open_exchange,
         stage_choice=stage_choice,
     )
 
@@ -256,9 +250,9 @@ def assembled(
         task, model, models, world, compute, opening.clock, modes, partition, batch_norms, trained, exchanges, unchanged
     )
     passes = prepared.passes(parts) if prepared.passes else LossPasses(parts, prepared.compile_loss(task.loss))
-    program: StepProgram = UpdateStep(parts, passes)
+    program: UpdateStep | OwnSteps = UpdateStep(parts, passes)
     if task.step is not None:
-        program = OwnSteps(parts, task.step, train.accumulate, [part.optimizer for part in optimizer_state.every])
+        program = OwnSteps(parts, task.step, [part.optimizer for part in optimizer_state.every])
     adapt = functools.partial(TorchMetricMeter, device=compute.device)
     meters = task.own_meters or meters_of(task.metrics, TorchMetric, "torchmetrics", adapt)
     evaluator = TorchEvaluator(parts, passes, averages, meters)
@@ -280,9 +274,6 @@ def assembled(
     return TorchFramework(parts, program, evaluator, source, prepared, advice)
 
 
-MADE = "the task made it on the meta device"
-
-
 def parameters_on_meta(model: Module, parts: Sequence[OptimizerPart]) -> list[str]:
     """Names of the parameters that are on the meta device.
 
@@ -292,7 +283,7 @@ def parameters_on_meta(model: Module, parts: Sequence[OptimizerPart]) -> list[st
     buffer = next((name for name, one in model.named_buffers() if one.is_meta), None)
     if buffer is not None:
         raise UserError(
-            f"the buffer {buffer} of the model has no values: {MADE}",
+            f"the buffer {buffer} of the model has no values: the task made it on the meta device",
             'make buffers with values: torch.arange(n, device="cpu") in the module, or torch.device("meta") around '
             "layers that have none",
         )

@@ -52,12 +52,12 @@ def recompute(model: Module, patterns: Sequence[str], kept: Sequence[Any] = ()) 
         The names of the layers.
 
     Raises:
-        UserError: a pattern matches no layer, or one that the task has compiled.
+        UserError: a pattern matches no layer or part of one, or one that the task has compiled.
     """
     layers = dict(named_layers(model, patterns))
+    inside = [f"{name}.{inner}".rstrip(".") for name, layer in layers.items() for inner, _ in layer.named_modules()]
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in layers):
-            refuse_part(pattern, model, layers)
+        if not any(fnmatchcase(name, pattern) for name in inside):
             have = ", ".join(name for name, _ in named_layers(model, ["*"])) or "none"
             raise UserError(f"train.recompute: no layer of the model is called {pattern}", f"its layers are: {have}")
     traced = {id(part) for module in model.modules() for part in traced_parts(module)}
@@ -70,17 +70,6 @@ def recompute(model: Module, patterns: Sequence[str], kept: Sequence[Any] = ()) 
     for layer in layers.values():
         layer.forward = functools.partial(Recomputed(layer, kept), layer.forward)
     return list(layers)
-
-
-def refuse_part(pattern: str, model: Module, layers: Iterable[str]) -> None:
-    """Raises UserError if a pattern matches only a module inside a layer that already recomputes."""
-    inside = next((name for name, _ in model.named_modules() if fnmatchcase(name, pattern)), "")
-    layer = next((name for name in layers if inside.startswith(f"{name}.")), None)
-    if layer is not None:
-        what = f"train.recompute: {pattern} matches only what is inside {layer}, which another pattern matches already"
-        raise UserError(
-            what, f"leave {pattern} out, or the pattern of {layer}: recomputing a layer includes all layers in it"
-        )
 
 
 def traced_parts(module: Module) -> Iterable[Module]:

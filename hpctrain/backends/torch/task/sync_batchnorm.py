@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,8 @@ class SyncBatchNorm(JointStatistics):
     def __init__(self, model: Module, group: Group, clock: StepClock, device: torch.device) -> None:
         super().__init__(group, clock)
         self.model, self.names = model, joint_names(model)
-        self.on_device = OnDevice(self, group, device) if runs_on_device(group, device) else None
+        on_gpus = device.type != "cpu" and have_own_gpus(group, device)
+        self.on_device = OnDevice(self, group, device) if on_gpus else None
 
     def passes(self) -> OverRanks:
         return OverRanks(self, on_device=self.on_device)
@@ -81,20 +83,22 @@ class SyncBatchNorm(JointStatistics):
         broadcast(self.everyone, buffers, "follow BatchNorm's statistics")
 
 
+@dataclass(eq=False)
 class OverRanks:
     """Context in which ``torch.nn.functional.batch_norm`` in training normalises over the samples of all ranks.
 
     All BatchNorm modules call that function, including ``torch.nn.SyncBatchNorm``, also during the recomputation of
     checkpointed layers in the backward pass, which on a GPU runs on another thread.
-
-    Args:
-        statistics: joins statistics over the ranks.
-        fewest: smallest number of values per channel over all ranks that can be trained on.
-        on_device: exchanges statistics between GPUs; None if they go through the host.
     """
 
-    def __init__(self, statistics: JointStatistics, fewest: int = 2, on_device: OnDevice | None = None) -> None:
-        self.statistics, self.fewest, self.on_device = statistics, fewest, on_device
+    statistics: JointStatistics
+    """Joins statistics over the ranks."""
+    fewest: int = 2
+    """Smallest number of values per channel over all ranks that can be trained on."""
+    on_device: OnDevice | None = None
+    """Exchanges statistics between GPUs; None if they go through the host."""
+
+    def __post_init__(self) -> None:
         self.own = functional.batch_norm
 
     def __enter__(self) -> None:
@@ -188,35 +192,34 @@ class Normalized(torch.autograd.Function):
         return of_input, of_weight, of_bias, None, None
 
 
-def runs_on_device(group: Group, device: torch.device) -> bool:
-    """Whether PyTorch's kernels and a process group can be used: each rank has a GPU. Collective."""
-    return device.type != "cpu" and have_own_gpus(group, device)
+WHAT = "exchange BatchNorm statistics"
+"""Completes "waited for the other ranks to ..." in errors."""
 
 
+@dataclass(eq=False)
 class OnDevice:
     """Exchanges statistics between the GPUs of the ranks that take part in a micro-batch; no host waits.
 
     That all are in the same layer is not checked, as with ``torch.nn.SyncBatchNorm``: it would take such a wait.
-
-    Args:
-        joint: knows which ranks take part.
-        group: all ranks, whose process group gradients use as well.
-        device: the rank's GPU.
     """
 
-    def __init__(self, joint: JointStatistics, group: Group, device: torch.device) -> None:
-        self.joint, self.group, self.device = joint, group, device
-        self.peers: dict[Group, ProcessGroup] = {}
+    joint: JointStatistics
+    """Knows which ranks take part."""
+    group: Group
+    """All ranks, whose process group gradients use as well."""
+    device: torch.device
+    """The rank's GPU."""
+    peers: dict[Group, ProcessGroup] = field(default_factory=dict)
 
-    def among(self) -> tuple[Any, int]:
-        """The process group and number of the ranks that take part. Collective among them if it is new."""
+    def among(self) -> ProcessGroup:
+        """The process group of the ranks that take part. Collective among them if it is new."""
         part = self.group if self.joint.group.size == self.group.size else self.joint.group
         if part not in self.peers:
             self.peers[part] = peers_of(part, self.device)
-        return self.peers[part].ranks, part.size
+        return self.peers[part]
 
     @contextlib.contextmanager
-    def meeting(self) -> Iterator[tuple[Any, int]]:
+    def meeting(self) -> Iterator[ProcessGroup]:
         """Around one exchange; its time is that of waiting for others."""
         self.joint.clock.mark(Phase.BACKWARD)
         if self.joint.agree is not None:
@@ -226,15 +229,13 @@ class OnDevice:
 
     def gather(self, own: Tensor) -> Tensor:
         """The values of all ranks that take part; [ranks, values]."""
-        with self.meeting() as (ranks, size):
-            rows = list(own.new_empty(size, len(own)))
-            ranks.allgather([rows], [own]).wait()
-        return torch.stack(rows)
+        with self.meeting() as peers:
+            return peers.gather(own, WHAT)
 
     def add(self, values: Tensor) -> None:
         """Adds the values of all ranks that take part, in place."""
-        with self.meeting() as (ranks, _):
-            ranks.allreduce([values]).wait()
+        with self.meeting() as peers:
+            peers.sum(values, WHAT)()
 
     def close(self) -> None:
         """Closes process groups."""

@@ -19,8 +19,7 @@ from torch.optim import SGD, Optimizer
 
 from hpctrain.backends.named_state import load_tensors, plain_name, refuse_unplaced
 from hpctrain.backends.torch.state.optimizer import OptimizerPart
-from hpctrain.backends.torch.state.tensors import TorchTensor, added_keys, digest, module_tensors
-from hpctrain.backends.torch.state.torch_leaves import TorchLeaves
+from hpctrain.backends.torch.state.tensors import TorchLeaves, TorchTensor, added_keys, digest, module_tensors
 from hpctrain.backends.torch.task.extra_state import ADDED, AddedKeys, extra_states, extra_tensors
 from hpctrain.errors import UserError
 from hpctrain.train.seeds import derive
@@ -158,8 +157,8 @@ class TaskState:
         tensors: list[StateTensor] = []
         for root in self.roots:
             found = self.find(root)
-            held = [tensor for tensor in module_state(root, found) if tensor.tensor.data_ptr() not in memory]
-            memory |= {tensor.tensor.data_ptr() for tensor in held}
+            held = [tensor for tensor in module_state(root, found) if tensor.value.data_ptr() not in memory]
+            memory |= {tensor.value.data_ptr() for tensor in held}
             tensors += [*held, *stateful_tensors(root, found, self.leaves)]
             if updates <= UPDATES:
                 self._look_at(root, found, memory)

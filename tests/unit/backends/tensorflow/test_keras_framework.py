@@ -18,8 +18,7 @@ from hpctrain.backends.tensorflow.keras_reducer import HostReducer
 from hpctrain.backends.tensorflow.runtime import begin_task
 from hpctrain.backends.tensorflow.state.keras_tensors import VariableTensor
 from hpctrain.backends.tensorflow.state.weights import build_weights
-from hpctrain.backends.tensorflow.steps.loss_step import decision
-from hpctrain.backends.update import INITIAL, LossScale, UpdateRule
+from hpctrain.backends.update import INITIAL, LossScale, UpdateRule, decided
 from hpctrain.comm.world import World, alone
 from hpctrain.errors import RunFailed, UserError
 from hpctrain.reduce.flat_layout import SLOTS, SQUARE, read_slots
@@ -517,7 +516,8 @@ def test_an_error_of_an_exchange_is_raised_and_not_tensorflows_about_it():
         def close(self): ...
 
     framework, batch = make_framework(alone()), next(global_batches(1))
-    framework.program.chosen.measured = lambda rehearse: HostReducer("mpi", Waiting(), joined=False)
+    reducer: Any = HostReducer("mpi", Waiting(), joined=False)
+    framework.program.chosen.measured = lambda rehearse: reducer  # type: ignore[method-assign]
     with pytest.raises(RunFailed, match="waited 900 s"):
         framework.step([batch], len(batch["x"]))
 
@@ -558,7 +558,9 @@ def test_an_update_decides_as_the_rule_says(clip_norm):
     for _ in range(300):
         slots = random.lognormal(0, 8, SLOTS).astype(np.float32)
         slots[random.integers(0, 4, 2)] = random.choice(odd, 2)
-        finite, factor = decision(tf.constant(slots), tf.constant(INITIAL, tf.float64), clip_norm)
+        exact = tf.constant(slots, tf.float64)
+        norm = tf.sqrt(exact[SQUARE])
+        factor, finite = decided(exact, norm, tf.constant(INITIAL, tf.float64), clip_norm, tf.where, tf.math.is_finite)
         rule = UpdateRule(clip_norm, LossScale())
         expected = rule.decide(read_slots(slots.tolist()), float(slots[SQUARE]) ** 0.5).factor
         assert (float(factor) if finite else None) == expected, slots

@@ -12,16 +12,18 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from hpctrain.backends.tensorflow.keras_reducer import (
+    CODECS,
     STACKED,
     HorovodReducer,
     HostReducer,
-    KerasNoReducer,
+    KerasReducer,
     Pieces,
     grouped,
 )
 from hpctrain.reduce.flat_layout import LOSS, SLOTS, SQUARE, WEIGHT
 from hpctrain.reduce.horovod_setup import Lease
 from hpctrain.reduce.shm_allreduce import add_pairwise, sum_pairwise
+from tests.support import codecs
 
 SHAPES = [(4, 3), (3,), (200, 100), (4, 3), (), (3,), (4, 3)]
 
@@ -57,7 +59,7 @@ def test_what_is_packed_is_unpacked(dtype):
 
 def test_one_rank_sums_nothing_and_knows_the_norm():
     pieces = Pieces(variables())
-    sums = KerasNoReducer().sum(pieces.pack_with(gradients(), {LOSS: 1.0}))
+    sums = KerasReducer().sum(pieces.pack_with(gradients(), {LOSS: 1.0}))
     square = sum(float(np.square(gradient).sum(dtype=np.float64)) for gradient in gradients())
     assert float(sums[-1][SQUARE]) == pytest.approx(square, rel=1e-5)
     assert float(sums[-1][LOSS]) == 1.0
@@ -136,3 +138,15 @@ def test_small_gradients_share_one_message_and_very_large_ones_are_cut(cuts, com
     for total, piece in zip(sums[:-1], pieces[:-1], strict=True):
         assert np.array_equal(total, 2 * piece), "powers of two and small numbers are exact in 16 bits too"
     assert np.array_equal(np.delete(sums[-1], SQUARE), np.delete(2 * pieces[-1], SQUARE))
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_values_are_sent_rounded_as_numpy_rounds(name):
+    bits = np.random.default_rng(1).integers(0, 2**32, 100_000, np.uint32)
+    values, found = bits.view(np.float32), []
+    for codec in (CODECS[name], codecs.CODECS[name]):
+        packed, back = np.zeros(len(values), np.uint16), np.zeros(len(values), np.float32)
+        codec.encode(values, packed)
+        codec.decode(packed, back)
+        found.append(back)
+    np.testing.assert_array_equal(*found)

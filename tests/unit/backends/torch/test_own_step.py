@@ -406,10 +406,10 @@ def test_every_rank_needs_a_sample_of_every_batch():
 
 
 def test_all_ranks_cut_their_batches_into_as_many_parts():
-    setting = own.make_framework(alone(), accumulate=4).program.setting  # type: ignore[union-attr]
+    parts = own.make_framework(alone(), accumulate=4).program.parts  # type: ignore[union-attr]
     cut = {}
     for rows in (slice(0, 3), slice(3, 5)):
-        context = StepContext(setting, Dry(setting), rows, global_samples=5, step=0, ranks=2)
+        context = StepContext(parts, Dry(parts), rows, global_samples=5, step=0, ranks=2)
         cut[rows.start] = [len(part["x"]) for part in context.split({"x": torch.zeros(rows.stop - rows.start, 6)})]
     assert cut == {0: [2, 1], 3: [1, 1]}
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from hpctrain.backends.torch.strategies.sharded_exchange import UPDATE, ShmSharded
+from hpctrain.backends.torch.reduce.sharded import SEND, ShmSharded
 from hpctrain.comm.group import TIMEOUT_S, Group
 from hpctrain.reduce.flat_layout import LOSS, SLOTS, SQUARE
 from hpctrain.reduce.shm_allreduce import ADD, ARRIVE, SharedArrays
@@ -51,7 +51,7 @@ def ranks(work: Callable[[ShmSharded, Late], None]) -> None:
     """Calls it on two ranks at the same time."""
     barrier = threading.Barrier(2)
     first_at: dict[str, threading.Event] = defaultdict(threading.Event)
-    for what in (ARRIVE, ADD, UPDATE):
+    for what in (ARRIVE, ADD, SEND):
         first_at[what].clear()
     memory = np.zeros((2, LENGTH + SLOTS + 1))
 
@@ -82,11 +82,11 @@ def test_nobody_reads_what_a_late_rank_has_yet_to_write():
         np.testing.assert_allclose(exchange.buffer[mine], total[mine], rtol=1e-15)
         np.testing.assert_allclose(exchange.slots[LOSS], total[LENGTH + LOSS], rtol=1e-15)
         np.testing.assert_allclose(exchange.slots[SQUARE], np.square(total[:LENGTH]).sum(), rtol=1e-14)
-        node.wait_for_first(UPDATE)
+        node.wait_for_first(SEND)
         for leaving in exchange.leaving:
             leaving[mine] = 7.0 + node.rank
         exchange.gather()
-        node.past(UPDATE)
+        node.past(SEND)
         np.testing.assert_array_equal(exchange.buffer[other], 8.0 - node.rank)
 
     ranks(work)

@@ -117,7 +117,7 @@ def test_bfloat16_is_held_as_uint16():
     tensor.copy_into(out)
     assert (tensor.dtype, out.tolist()) == ("bfloat16", [0x3FC0, 0xC000])
     tensor.assign(out[::-1])
-    assert tensor.tensor.tolist() == [-2.0, 1.5]
+    assert tensor.value.tolist() == [-2.0, 1.5]
 
 
 def test_an_optimizer_that_cannot_be_saved_says_so():

@@ -216,18 +216,14 @@ class Threads(OnDevice):
         super().__init__(JointStatistics(Group("alone"), IntervalClock()), group, torch.device("cpu"))
 
     def among(self) -> Any:
-        done = SimpleNamespace(wait=lambda: None)
+        def gather(own: Tensor, what: str) -> Tensor:
+            return torch.from_numpy(self.group.gather(own.detach().numpy(), what))
 
-        def allgather(rows: list[list[Tensor]], own: list[Tensor]) -> Any:
-            for row, values in zip(rows[0], self.group.gather(own[0].detach().numpy(), ""), strict=True):
-                row.copy_(torch.from_numpy(values))
-            return done
+        def add(values: Tensor, what: str) -> Callable[[], None]:
+            values.copy_(gather(values, what).sum(0))
+            return lambda: None
 
-        def allreduce(values: list[Tensor]) -> Any:
-            values[0].copy_(torch.from_numpy(self.group.gather(values[0].numpy(), "").sum(0)))
-            return done
-
-        return SimpleNamespace(allgather=allgather, allreduce=allreduce), self.group.size
+        return SimpleNamespace(gather=gather, sum=add)
 
 
 KERNELS = {

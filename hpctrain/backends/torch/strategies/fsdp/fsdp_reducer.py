@@ -3,57 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import Parameter
-from torch.optim import Optimizer
 
 from hpctrain.backends.torch.process_groups import DefaultGroup
 from hpctrain.backends.torch.reduce.reducer import Reducer
 from hpctrain.backends.torch.reduce.slots import Number, fill_slots, read
-from hpctrain.backends.torch.strategies.fsdp.complete_sums import complete_sums
 from hpctrain.backends.torch.strategies.fsdp.layer_order import COMPARED_UPDATES
-from hpctrain.backends.torch.strategies.fsdp.sharded_model import FullySharded, local_of
-from hpctrain.backends.torch.strategies.parameter_traits import refuse_late
+from hpctrain.backends.torch.strategies.fsdp.sharded_model import FullySharded, complete_sums, local_of
 from hpctrain.backends.torch.strategies.partition import squares_of
-from hpctrain.comm.group import Group
-from hpctrain.comm.world import World
-from hpctrain.config.sections import ReduceConfig
 from hpctrain.errors import UserError
-from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.flat_layout import SLOTS, SQUARE, ExchangeResult, read_slots
 
 
+@dataclass(eq=False)
 class FullyShardedReducer(Reducer):
     """See reduce.reducer.Reducer. FSDP2 has already summed gradients at the end of the last backward pass, except for
     those of scalars, which it ignores: they are summed together with the loss.
-
-    Args:
-        name: name of the candidate.
-        partition: the model's partition.
-        optimizers: optimizers of its parameters.
-        ranks: the process group of ``torch.distributed``; closed with the reducer.
-        needs_norm: whether each update needs the gradient norm, which is then summed together with the loss, too.
     """
 
-    def __init__(
-        self,
-        name: str,
-        partition: FullySharded,
-        optimizers: Sequence[Optimizer],
-        ranks: DefaultGroup,
-        needs_norm: bool = False,
-    ) -> None:
-        self.name, self.partition, self.optimizers = name, partition, optimizers
-        self.ranks, self.needs_norm = ranks, needs_norm
-        self.square, self.updates = 0.0, 0
-        self.every = [one for one in partition.every if one.own.requires_grad]
-        self.known = {id(one.own) for one in partition.every}
-        self.memory = [(one, one.module.untyped_storage()) for one in partition.every]
+    name: str
+    """Name of the candidate."""
+    partition: FullySharded
+    """The model's partition."""
+    ranks: DefaultGroup
+    """The process group of ``torch.distributed``; closed with the reducer."""
+    needs_norm: bool = False
+    """Whether each update needs the gradient norm, which is then summed together with the loss, too."""
+    square: float = 0.0
+    updates: int = 0
+
+    def __post_init__(self) -> None:
+        self.every = [one for one in self.partition.every if one.own.requires_grad]
+        self.memory = [(one, one.module.untyped_storage()) for one in self.partition.every]
 
     def begin_pass(self, is_last: bool, goes_on: bool = False) -> None:
         self.partition.order.begin_backward()
@@ -75,7 +60,6 @@ class FullyShardedReducer(Reducer):
             one.module.grad = one.own.grad = None
 
     def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> ExchangeResult:
-        refuse_late(self.optimizers, lambda one: id(one) not in self.known, {})
         for one in self.every:
             gradient = one.module.grad
             if gradient is None:
@@ -119,22 +103,3 @@ class FullyShardedReducer(Reducer):
                     "change it in place, under torch.no_grad(), as clamp_ and copy_ do; or set "
                     "parallel.shard: optimizer",
                 )
-
-
-@dataclass(frozen=True)
-class FullyShardedReducers:
-    """The only reducer of a sharded model; see reducer_choice.Reducers."""
-
-    partition: FullySharded
-    optimizers: Sequence[Optimizer]
-    ranks: DefaultGroup
-    needs_norm: bool
-    """Whether each update needs the gradient norm."""
-    sparse: Sequence[Parameter] = ()
-    """Always empty: no gradient stays sparse."""
-
-    def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
-        return [Candidate(self.ranks.word, "sharded")]
-
-    def open(self, candidate: Candidate, group: Group) -> FullyShardedReducer:
-        return FullyShardedReducer(candidate.name, self.partition, self.optimizers, self.ranks, self.needs_norm)

@@ -11,15 +11,17 @@ from torch import Tensor
 
 from hpctrain.backends.torch.process_groups import DefaultGroup
 from hpctrain.backends.torch.state.optimizer import OptimizerPart, Slots
-from hpctrain.backends.torch.strategies.fsdp.fsdp_reducer import FullyShardedReducers
+from hpctrain.backends.torch.steps.updates import OnlyReducer
+from hpctrain.backends.torch.strategies.fsdp.fsdp_reducer import FullyShardedReducer
 from hpctrain.backends.torch.strategies.fsdp.sharded_model import Held, shard_groups, shard_model
-from hpctrain.backends.torch.strategies.parameter_traits import OwnRows, ParameterTraits, plain, replace_parameters
+from hpctrain.backends.torch.strategies.parameter_traits import OwnRows, ParameterTraits, plain, shard_optimizers
 from hpctrain.backends.torch.strategies.row_shares import RowRange
 from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy, Updates, needs_norm
 from hpctrain.backends.torch.task.shares import ONLY, Share
 from hpctrain.config.combinations import refuse
 from hpctrain.config.features import Feature, used
 from hpctrain.errors import UserError
+from hpctrain.reduce.candidates import Candidate
 
 OLDEST = "2.11"
 """The oldest PyTorch whose FSDP2 is known to give the numbers of one process."""
@@ -67,14 +69,15 @@ def shard(opening: Opening, traits: ParameterTraits, prepared: Prepared) -> Prep
     partition = shard_model(model, prepared.partition, groups, opening.compute, config, prepared.root)
     every = partition.every
     mine = {id(before): own_rows(one, before) for one, before in zip(every, whole, strict=True) if one.rows}
-    for optimizer in opening.optimizers:
-        for settings in optimizer.param_groups:
-            replace_parameters(optimizer, settings, mine)
+    shard_optimizers(opening.optimizers, mine)
+    reducer = functools.partial(
+        FullyShardedReducer, partition=partition, ranks=group, needs_norm=needs_norm(opening, partition)
+    )
     updates = Updates(
         {ONLY: Share([(one.name, one.own) for one in every if one.own.requires_grad])},
         {**names, **{id(one.own): one.name for one in every}},
         Slots({id(one.own): one.rows for one in every if one.rows}),
-        {ONLY: FullyShardedReducers(partition, opening.optimizers, group, needs_norm(opening, partition))},
+        {ONLY: OnlyReducer(Candidate(group.word, "sharded"), lambda one, _: reducer(one.name))},
     )
     return dataclasses.replace(prepared, partition=partition, updates=updates)
 

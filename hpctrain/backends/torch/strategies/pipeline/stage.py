@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hpctrain.backends.torch.strategies.exchange import HostExchange, Messages
+from hpctrain.backends.torch.strategies.exchange import Exchange, HostExchange
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError, kind_of
 from hpctrain.train.clock import NO_CLOCK, Neighbours, StepClock, Waiting
@@ -96,13 +96,13 @@ class Stage:
         group: Group,
         device: torch.device,
         clock: StepClock = NO_CLOCK,
-        exchange: Messages | None = None,
+        exchange: Exchange | None = None,
         chunks: int = 1,
     ) -> None:
         self.group, self.device, self.chunks = group, device, chunks
         self.rank, self.last = group.rank, group.size - 1
         self.host = HostExchange(group, Waiting(clock, Neighbours.PIPELINE))
-        self.exchange: Messages = exchange or self.host
+        self.exchange: Exchange = exchange or self.host
         self.sent_structures: dict[tuple[int, int], bytes] = {}
         """Description of the last value sent, by rank and tag; an unchanged one is not sent again."""
         self.received_structures: dict[tuple[int, int], bytes] = {}
