@@ -1,7 +1,7 @@
 """Folders of snapshots on a node: lists, claims, adopts and removes them.
 
-``<path>/hpctrain-snapshots-<run>/attempt-<number>/step-<number>/`` has the shards of the node's ranks, and those of
-another node if there are copies. Each attempt has a separate folder, so that a snapshot which an older attempt
+``<path>/hpctrain-snapshots-<run>-<place>/attempt-<number>/step-<number>/`` has the shards of the node's ranks, and
+those of another node if there are copies. Each attempt has a separate folder, so that a snapshot which an older attempt
 completes late is never taken for the newest state.
 
 In a node's memory, the state is copied directly into the shard file, which is then sealed, that is, linked under its
@@ -16,6 +16,7 @@ import re
 import shutil
 import stat
 import weakref
+import zlib
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
@@ -123,6 +124,15 @@ def list_shards(home: Path, trained: int) -> dict[str, list[int]]:
             if len({count for _, count in numbers}) == 1:
                 found[str(folder.relative_to(home))] = [numbers[0][1], *(index for index, _ in numbers)]
     return found
+
+
+def home_name(attempts: Attempts) -> str | None:
+    """Name of a run's folder; None before the run has an ID.
+
+    A copy of a run folder has the ID of the original, and must neither read nor remove the snapshots of that.
+    """
+    run, place = attempts.info().get("id"), zlib.crc32(bytes(attempts.run_dir.path.resolve()))
+    return run and f"{PREFIX}{run}-{place:08x}"
 
 
 def number_of(attempt: Path) -> int:

@@ -20,7 +20,7 @@ from hpctrain.checkpoint.policy import Cost, Policy, Retention, policy_of_tier
 from hpctrain.checkpoint.reading import Loaded, NotUsed, step_of
 from hpctrain.checkpoint.replica import Replica, open_replica
 from hpctrain.checkpoint.saver import Saver, SaveResult
-from hpctrain.checkpoint.snapshots import ATTEMPT, PREFIX, MemoryStore, SnapshotStore, adopt, claim, sweep
+from hpctrain.checkpoint.snapshots import ATTEMPT, MemoryStore, SnapshotStore, adopt, claim, home_name, sweep
 from hpctrain.checkpoint.store import open_saver
 from hpctrain.checkpoint.survivors import Snapshot, complete, survey
 from hpctrain.comm.group import Group
@@ -230,7 +230,7 @@ def open_tiers(
     config: CheckpointConfig, world: World, attempts: Attempts, number: int, fence: Callable[[], None]
 ) -> Tiers:
     """Create the tiers of a run file. Collective."""
-    run = world.everyone.broadcast(attempts.info().get("id") if world.rank == 0 else None, "name the tiers' folders")
+    run = world.everyone.broadcast(home_name(attempts) if world.rank == 0 else None, "name the tiers' folders")
     tiers: list[Tier] = []
     homes: list[Path] = []
     memory, scratch = config.tiers.memory, config.tiers.scratch
@@ -238,7 +238,7 @@ def open_tiers(
     places = (("memory", MemoryStore, memory, shared_memory.FOLDER), ("scratch", SnapshotStore, scratch, None))
     for name, kind, tier, default in places if run else ():
         if place := tier.path or default:
-            homes.append(home := Path(os.path.expandvars(place)) / f"{PREFIX}{run}")
+            homes.append(home := Path(os.path.expandvars(place)) / run)
             if policy := policy_of_tier(tier.every_steps, config, before):
                 folder = home / f"{ATTEMPT}{number:06d}"
                 store = kind(folder, Retention(1), world.everyone, fence, world.data, world.tensor, world.local)

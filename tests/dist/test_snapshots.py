@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from hpctrain.checkpoint.snapshots import PREFIX
+from hpctrain.checkpoint.snapshots import PREFIX, home_name
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from tests.support.command import (
@@ -95,7 +95,7 @@ def test_what_a_failed_run_leaves_is_resumed_on_two_ranks_or_passed_over_if_dama
         kill_a_rank(child.pid)
         gate.open()
         child.communicate(timeout=LAUNCH_S)
-    snapshots = sorted(memory.glob(f"{PREFIX}{Attempts(RunDir(run)).info()['id']}/attempt-000001/step-*"))
+    snapshots = sorted(memory.glob(f"{home_name(Attempts(RunDir(run)))}/attempt-000001/step-*"))
     for folder in snapshots if is_damaged else ():
         shard = next(folder.glob("shard-00002-*"))
         shard.write_bytes(shard.read_bytes()[:-1])

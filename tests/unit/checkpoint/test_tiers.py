@@ -23,7 +23,7 @@ from hpctrain.checkpoint import policy as policy_module
 from hpctrain.checkpoint import replica, survivors
 from hpctrain.checkpoint import saver as saver_module
 from hpctrain.checkpoint import snapshots as snapshots_module
-from hpctrain.checkpoint.snapshots import HEAD_FILE, PREFIX, STAGING, SnapshotStore, shards_here
+from hpctrain.checkpoint.snapshots import HEAD_FILE, PREFIX, STAGING, SnapshotStore, home_name, shards_here
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.tiers import Tiers, open_tiers
 from hpctrain.comm.group import Group
@@ -84,7 +84,7 @@ class Node:
 
     @property
     def home(self) -> Path:
-        return self.memory / f"{PREFIX}{self.attempts.info()['id']}"
+        return self.memory / str(home_name(self.attempts))
 
     def attempt(self, *hooks: Hook, **arguments: Any) -> Counter:
         return self.run.attempt(*hooks, Patience(self.run), **arguments)
@@ -291,7 +291,7 @@ class Nodes:
         self.runs: list[Run] = []
 
     def home(self, name: str) -> Path:
-        return self.folder / name / f"{PREFIX}{self.attempts.info()['id']}"
+        return self.folder / name / str(home_name(self.attempts))
 
     def lose(self, name: str) -> None:
         self.names.remove(name)
@@ -427,3 +427,14 @@ def test_a_partner_without_room_is_said_and_a_stranger_gets_nothing(tmp_path, mo
     assert said.count("checkpoint.tiers.memory is not used any more: ") == 1
     assert "the copy on the next node: [Errno 28] No space left" in said
     assert list((tmp_path / "n1").iterdir()) == []
+
+
+def test_a_copied_run_folder_has_snapshots_of_its_own(tmp_path):
+    """It resumed from those of the original, and removed them."""
+    original = Attempts(RunDir(tmp_path / "original"))
+    original.begin()
+    shutil.copytree(tmp_path / "original", tmp_path / "copy")
+    (tmp_path / "link").symlink_to("original")
+    copy, link = (Attempts(RunDir(tmp_path / name)) for name in ("copy", "link"))
+    assert copy.info()["id"] == original.info()["id"]
+    assert home_name(copy) != home_name(original) == home_name(link)
