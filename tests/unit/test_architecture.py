@@ -65,7 +65,7 @@ TOKENS: dict[str, int] = {
     "train": 14524,
     "tasks": 7617,
     "backends": 125636,
-    "checkpoint": 50559,
+    "checkpoint": 50603,
     "monitor": 32298,
     "track": 6434,
     "rank": 15607,
