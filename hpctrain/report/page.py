@@ -134,7 +134,7 @@ def number(value: Any, key: str = "") -> str:
     if (shown := quantities.quantity(key, value)) is not None:
         return shown
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return str(value)
+        return str(value).replace("_", " ") if key == "state" else str(value)
     return str(value) if isinstance(value, int) else quantities.number(value)
 
 

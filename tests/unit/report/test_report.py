@@ -317,6 +317,7 @@ def test_comparison_of_two_folders(tmp_path):
     names = [name for name, *_ in rows]
     assert ["training loss", "1", "2"] in rows and ["validation accuracy", "0.1", "0.2"] in rows
     assert not any("_" in name for name in names), "words, not the keys of --json"
+    assert page.number("early_stop", "state") == "early stop" and page.number("a_b", "name") == "a_b"
 
 
 def test_a_comparison_takes_values_as_they_are(tmp_path, cli):
