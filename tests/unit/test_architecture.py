@@ -71,7 +71,7 @@ TOKENS: dict[str, int] = {
     "rank": 15607,
     "programs": 4866,
     "launch": 50308,
-    "report": 11575,
+    "report": 11591,
     "callbacks": 932,
     "watch": 4697,
     "doctor": 4483,
