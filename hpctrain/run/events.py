@@ -19,6 +19,21 @@ CUT_OFF = "cut off"
 """Value of ``Hang.kind`` for a host that cannot be reached."""
 
 
+class SteadyClock:
+    """Unix seconds that never decrease, even if this host's clock is set back: events are ordered by their times."""
+
+    last = ahead = 0.0
+
+    def __call__(self) -> float:
+        found = time.time()
+        self.ahead = max(self.ahead, self.last - found)
+        self.last = found + self.ahead
+        return self.last
+
+
+wall_clock = SteadyClock()
+
+
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Event:
@@ -30,7 +45,7 @@ class Event:
     NAME: ClassVar[str]
     """Value of the field ``event`` in the file."""
 
-    time: float = dataclasses.field(default_factory=time.time)
+    time: float = dataclasses.field(default_factory=wall_clock)
     """Unix seconds."""
     step: int
     """Number of updates done."""

@@ -12,7 +12,7 @@ from typing import Protocol
 from hpctrain.errors import RunFailed
 from hpctrain.run.attempts import versions
 from hpctrain.run.event_log import EventWriter
-from hpctrain.run.events import Eval, Event, RunFinished, RunStarted, Train
+from hpctrain.run.events import Eval, Event, RunFinished, RunStarted, Train, wall_clock
 from hpctrain.run.figures import Figures, write_figures
 from hpctrain.run.folder import RunDir
 from hpctrain.track.sink import Sink
@@ -64,7 +64,7 @@ class EventsHook(BaseHook):
         self.every_steps = every_steps
         self.sinks = sinks
         self.results: list[StepResult] = []
-        self.began, self.interval_began = time.time(), time.monotonic()
+        self.began, self.interval_began = wall_clock(), time.monotonic()
         self.first_step = self.samples = self.tokens = 0
         self.hosts: list[str] = []
         self.has_started = False
@@ -75,7 +75,7 @@ class EventsHook(BaseHook):
     def before_fit(self, training: Training) -> None:
         self.hosts = sorted(set(training.world.everyone.allgather(training.world.host, "name the hosts")))
         self.clock.take()
-        self.began, self.interval_began = time.time(), time.monotonic()
+        self.began, self.interval_began = wall_clock(), time.monotonic()
         self.first_step, self.samples = training.state.step, training.state.samples
 
     def after_step(self, training: Training, result: StepResult) -> None:
@@ -120,7 +120,7 @@ class EventsHook(BaseHook):
             self.start(training)
         if self.results:
             self.report(training)
-        steps, seconds = training.state.step - self.first_step, time.time() - self.began
+        steps, seconds = training.state.step - self.first_step, wall_clock() - self.began
         step = training.state.step
         self.emit(training, RunFinished(step=step, reason=reason.value, steps=steps, seconds=seconds))
 

@@ -21,6 +21,7 @@ from hpctrain.run.events import (
     OtherEvent,
     Recovered,
     Resumed,
+    SteadyClock,
     Straggler,
     Train,
     decode,
@@ -220,3 +221,10 @@ def test_a_step_counts_again_only_beyond_where_a_later_attempt_took_over():
 def test_events_are_of_one_line_each_whose_separators_people_can_read():
     written = encode(Train(time=1.0, step=1, attempt=1, loss=0.5))
     assert written.startswith(b'{"time": 1.0, "event": "train", "step": 1, "attempt": 1, "schema": 1')
+
+
+def test_times_do_not_decrease_if_the_clock_is_set_back(monkeypatch):
+    """``explain`` named an old checkpoint as the newest one, and a run took a negative time."""
+    clock, times = SteadyClock(), [100.0, 101.0, 41.0, 42.0, 102.0, 10.0, 200.0]
+    monkeypatch.setattr("time.time", lambda: times.pop(0))
+    assert [clock() for _ in times.copy()] == [100.0, 101.0, 101.0, 102.0, 162.0, 162.0, 352.0]
