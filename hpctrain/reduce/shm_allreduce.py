@@ -193,7 +193,45 @@ def share_on_node(group: Group, length: int, dtype: DTypeLike) -> SharedArrays |
 
 
 MOST_BYTES = 2**17
-"""Most bytes that a rank reads to sum all values itself: beyond that, slices and a second barrier are faster."""
+"""Most bytes that a rank of ``SmallShmAllreduce`` reads: beyond that, slices and a second barrier are faster."""
+
+
+class SmallShmAllreduce:
+    """Sums few values over the ranks of a node with one barrier per sum; see ``open_shm_small``.
+
+    Summing by slices needs two barriers: before the sums, and before they are read. Reading few values is faster than a
+    barrier, so each rank sums all of them itself; in the same order, hence with bitwise equal results.
+    """
+
+    def __init__(self, shared: SharedArrays) -> None:
+        """
+        Args:
+            shared: an array per rank, of twice the buffer's length: for even and odd exchanges in turn. No rank
+                overwrites what another is still reading, as that one has not entered the next exchange yet.
+        """
+        self.node, self.close = shared.node, shared.free
+        length = len(shared.arrays[0]) // 2
+        self.places = [[part[:length] for part in shared.arrays], [part[length:] for part in shared.arrays]]
+        self.buffer = np.zeros(length, shared.arrays[0].dtype)
+        """This rank's values, then the sums."""
+
+    def start(self, begin: int, end: int) -> None:
+        """Does nothing: the whole sum is done in ``finish``."""
+
+    def finish(self) -> None:
+        """Overwrites the buffer with its sum over the ranks."""
+        parts = self.places[0]
+        parts[self.node.rank][:] = self.buffer
+        self.node.meet(ARRIVE)
+        sum_pairwise(parts, self.buffer)
+        self.places.reverse()
+
+
+def open_shm_small(group: Group, length: int, dtype: DTypeLike) -> SmallShmAllreduce | None:
+    """Opens a small sum; None, on all ranks, if it is too large or the group spans several nodes. Collective."""
+    is_few = length * np.dtype(dtype).itemsize * group.size <= MOST_BYTES
+    shared = share_on_node(group, 2 * length, dtype) if is_few else None
+    return SmallShmAllreduce(shared) if shared is not None else None
 
 
 PIECE = 2**20
@@ -243,38 +281,10 @@ class ShmWindow:
         out[:] = parts[0]
 
 
-def open_shm_window(group: Group, piece: int = PIECE) -> ShmWindow | None:
-    """Opens a window of pieces of ``piece`` bytes; None, on all ranks, if the group spans several nodes or cannot share
-    memory. Collective."""
-    shared = share_on_node(group, 2 * piece, np.uint8)
+def open_shm_window(group: Group) -> ShmWindow | None:
+    """Opens a window; None, on all ranks, if the group spans several nodes or cannot share memory. Collective."""
+    shared = share_on_node(group, 2 * PIECE, np.uint8)
     return ShmWindow(shared) if shared is not None else None
-
-
-class SmallShmAllreduce:
-    """Sums few values over the ranks of a node with one barrier per sum; see ``open_shm_small``.
-
-    Summing by slices needs two barriers: before the sums, and before they are read. Reading few values is faster than a
-    barrier, so each rank sums all of them itself; in the same order, hence with bitwise equal results.
-    """
-
-    def __init__(self, window: ShmWindow, length: int, dtype: DTypeLike) -> None:
-        self.window, self.close = window, window.close
-        self.buffer = np.zeros(length, dtype)
-        """This rank's values, then the sums."""
-
-    def start(self, begin: int, end: int) -> None:
-        """Does nothing: the whole sum is done in ``finish``."""
-
-    def finish(self) -> None:
-        """Overwrites the buffer with its sum over the ranks."""
-        self.window.sum(self.buffer, self.buffer, ARRIVE)
-
-
-def open_shm_small(group: Group, length: int, dtype: DTypeLike) -> SmallShmAllreduce | None:
-    """Opens a small sum; None, on all ranks, if it is too large or the group spans several nodes. Collective."""
-    num_bytes = length * np.dtype(dtype).itemsize
-    window = open_shm_window(group, num_bytes) if num_bytes * group.size <= MOST_BYTES else None
-    return SmallShmAllreduce(window, length, dtype) if window is not None else None
 
 
 @dataclass(frozen=True)

@@ -228,10 +228,10 @@ class LateReader(Group):
 
 def small_in_a_row(world: World) -> None:
     """A rank that is ahead does not overwrite what another rank is still reading."""
-    shared = share_arrays(world.data, 2 * 4000, np.uint8)
+    shared = share_arrays(world.data, 2 * 1000, np.float32)
     assert shared is not None
-    late = ShmWindow(dataclasses.replace(shared, node=LateReader("node", shared.node.comm)))
-    reducer = SmallShmAllreduce(late, 1000, np.float32)
+    late = dataclasses.replace(shared, node=LateReader("node", shared.node.comm))
+    reducer = SmallShmAllreduce(late)
     for turn in range(20):
         reducer.buffer[:] = world.rank + turn
         reducer.finish()
