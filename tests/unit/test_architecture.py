@@ -61,7 +61,7 @@ TOKENS: dict[str, int] = {
     "comm": 6045,
     "run": 26070,
     "data": 37769,
-    "reduce": 11535,
+    "reduce": 11606,
     "train": 14524,
     "tasks": 7617,
     "backends": 125636,
