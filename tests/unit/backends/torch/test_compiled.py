@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 
+from hpctrain.backends.torch.strategies.tp_group import TPGroup
 from hpctrain.backends.torch.task.compiled import compile_layers, own_layers, twin_of
+from hpctrain.comm.group import Group
 from hpctrain.comm.world import alone
 from hpctrain.config.sections import ParallelConfig, TrainConfig
 from tests.tasks.torch_tasks import make_framework, mean_loss, train
@@ -21,6 +24,7 @@ SENT_BEFORE: list[int] = []
 """Number of buckets that had been sent when the backward pass of each block began, the last block first."""
 sent: list[tuple[int, int]] = []
 compiled = torch.compile
+AOT = {"backend": "aot_eager"}
 BATCH = {"x": torch.ones(4, 12).numpy(), "y": torch.zeros(4, dtype=torch.int64).numpy()}
 
 
@@ -74,7 +78,7 @@ class Net(nn.Module):
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traces and differentiates as for any backend, but generates no code, which takes a C++ compiler seconds."""
     compiled = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda model, mode=None: compiled(model, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", lambda model, mode=None, **given: compiled(model, **AOT | given))
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # of the compiler's progress bars; its thread would stay
     torch._dynamo.reset()
 
@@ -198,3 +202,20 @@ def test_layers_of_pytorch_do_not_share_a_limit_of_recompilations(monkeypatch):
             layer(torch.ones(2, 3, 2 * width))
     frames = torch._dynamo.utils.counters["frames"]
     assert frames["ok"] == frames["total"] > torch._dynamo.config.recompile_limit
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+def test_split_layers_after_flex_attention_get_their_own_inputs():
+    """Dynamo loses what Python code of the same graph sets after this operator."""
+    tp_group = TPGroup(Group("tensor"))
+
+    def block(values: Tensor) -> Tensor:
+        heads = tp_group.inputs(values)[:, None]
+        attended = flex_attention(*[heads.detach()] * 3)  # CPUs do not differentiate it
+        return tp_group.inputs(tp_group.outputs(heads + attended) * 2)
+
+    values = torch.randn(2, 4, 8, requires_grad=True)
+    eager = block(values)
+    tp_group.forget_inputs()
+    assert torch.equal(torch.compile(block, backend="eager")(values), eager)
