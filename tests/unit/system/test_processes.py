@@ -186,7 +186,7 @@ def test_how_a_process_ended_is_known_to_others_than_its_parent(monkeypatch, wor
     assert processes.is_ending(child.pid), "SIGKILL is pending"
 
 
-class Unkillable(subprocess.Popen):
+class Unkillable(subprocess.Popen[bytes]):
     """A process that a signal does not end, as one that waits for a file server."""
 
     def kill(self):
@@ -196,6 +196,7 @@ class Unkillable(subprocess.Popen):
 def test_what_cannot_be_killed_is_not_waited_for_without_end(monkeypatch):
     monkeypatch.setattr(processes, "KILLED_S", 0.1)
     with Unkillable(["sh", "-c", "trap '' TERM; echo; read line"], stdin=-1, stdout=-1) as process:
+        assert process.stdin and process.stdout
         process.stdout.readline()
         processes.end_process(process, 0.1)
         assert process.poll() is None
