@@ -159,8 +159,8 @@ def draw(rows: Sequence[Row], names: Sequence[str], path: Path) -> None:
             x, y = end = sent[-1] * 1e-6, losses[-1]
             at_end.plot(x, y, "o", color=drawing.LIGHT[colour])
             hides = any(abs(x - a) < 10 and abs(y - b) < 0.01 for a, b in ends)
-            place = {"xytext": (-6 if hides else 6, 0), "ha": "right" if hides else "left", "va": "center"}
-            at_end.annotate(name, end, textcoords="offset points", **place)
+            side = "right" if hides else "left"
+            at_end.annotate(name, end, (-6 if hides else 6, 0), textcoords="offset points", va="center", ha=side)
             ends.append(end)
         over_updates.set(xlabel="updates", ylabel="validation loss, nats per character", yscale="log")
         over_updates.yaxis.set_minor_formatter("{x:.2g}")

@@ -121,9 +121,9 @@ def test_what_the_first_minute_shows_by_chance_is_said_only_if_it_lasts(tmp_path
         chief.stragglers.decide(window)
         return said[before:]
 
-    named = ((1,), ("n1",)) if kind is Kind.UNEVEN else ()
-    confirmed = Finding(kind, FindingState.CONFIRMED, 1, *named, cost=0.2, slowdown=0.2)
-    cleared = Finding(kind, FindingState.CLEARED, 2, *named)
+    ranks, hosts = ((1,), ("n1",)) if kind is Kind.UNEVEN else ((), ())
+    confirmed = Finding(kind, FindingState.CONFIRMED, 1, ranks, hosts, cost=0.2, slowdown=0.2)
+    cleared = Finding(kind, FindingState.CLEARED, 2, ranks, hosts)
     slow = Finding(Kind.RANK, FindingState.CONFIRMED, 1, (2,), ("n1",), slowdown=0.2, cost=0.1)
     assert judged(1.0, confirmed) == [] and judged(2.0, cleared) == [] and judged(61.0) == [], "it did not last"
     assert len(judged(62.0, confirmed, cleared)) == 1, "later, it is said at once"
