@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
-from hpctrain.system.array_types import Floats
+from hpctrain.system.array_types import Floats, Reals
 from hpctrain.train.clock import Phase, StepClock
 
 SAME_ORDER = "call the same BatchNorm layers in the same order on all ranks, or set train.sync_batchnorm: false"
@@ -144,7 +143,7 @@ class JointStatistics(BatchNorms):
         """Whether some rank had fewer micro-batches than another, so that its running statistics lag behind."""
         return bool((self.counts < self.counts.max(initial=0)).any())
 
-    def merge(self, count: float, mean: NDArray[np.floating], squares: NDArray[np.floating]) -> Merged:
+    def merge(self, count: float, mean: Reals, squares: Reals) -> Merged:
         """Merges this rank's statistics with those of the other ranks.
 
         Args:
@@ -160,7 +159,7 @@ class JointStatistics(BatchNorms):
         channels = len(mean)
         return merged(rows[:, 0], rows[:, 1 : 1 + channels], rows[:, 1 + channels :])
 
-    def add(self, values: NDArray[np.floating]) -> Floats:
+    def add(self, values: Reals) -> Floats:
         """The elementwise sum over the ranks; of shape [numbers]. Raises the errors of ``merge``."""
         total: Floats = self._meet(ADD, values).sum(0)
         return total
@@ -171,7 +170,7 @@ class JointStatistics(BatchNorms):
             part.free()
         self.parts.clear()
 
-    def _meet(self, kind: float, values: NDArray[np.floating]) -> Floats:
+    def _meet(self, kind: float, values: Reals) -> Floats:
         """Gathers the values of all ranks that take part, one row per rank."""
         self.clock.mark(Phase.BACKWARD)  # its end is the rank's arrival
         if self.agree is not None:
