@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.backends.torch.device import BatchCopy, CopiesAhead, Placed
+from hpctrain.backends.torch.ahead import BatchCopy, CopiesAhead, Placed
 
 
 class Device:
