@@ -64,7 +64,7 @@ TOKENS: dict[str, int] = {
     "reduce": 11606,
     "train": 14524,
     "tasks": 7617,
-    "backends": 125608,
+    "backends": 125648,
     "checkpoint": 50603,
     "monitor": 32298,
     "track": 6430,
