@@ -94,7 +94,7 @@ def test_srun_gets_the_time_that_it_takes_to_tell_a_lost_node(tmp_path, said, pa
         attempt.look_at_ranks(now)
         assert attempt.failure is None
     attempt.look_at_ranks(patience_s + 1)
-    assert attempt.failure is not None and attempt.failure.cause == "killed"
+    assert attempt.failure is not None and attempt.failure.code == "killed"
 
 
 def starting(rank: int) -> LastWord:
@@ -252,7 +252,7 @@ def test_what_prevents_the_start_is_the_verdict(tmp_path, own, code):
     run = RunDir(tmp_path / "run")
     verdict = supervise(run, make_launch, Limits(), Attempt(ranks=2))
     assert (verdict.action, verdict.exit_code, verdict.code) == (Action.FAIL, ExitCode.DO_NOT_REQUEUE, code)
-    assert verdict.before_ranks and verdict.cause == "preflight"
+    assert verdict.before_ranks
     assert (verdict.reason, verdict.fix) == ("scratch of n2 cannot be written", "exclude n2")
     [attempt] = Attempts(run).all()
     words = last_words.read(run, 1)

@@ -139,7 +139,8 @@ def test_rivals_for_a_processor_are_named(spinning):
 def test_a_rank_of_this_run_that_another_agent_watches_is_not_a_rival(monkeypatch):
     """Hosts in network namespaces, containers of one machine: its environment names the run."""
     monkeypatch.setenv("HPCTRAIN_RUN_DIR", "/runs/one")
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+    with subprocess.Popen([sys.executable, "-c", "input(1)"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.read(1)  # it runs: its environment can be read
         cpus, used = os.sched_getaffinity(other.pid), ({other.pid: 0.0}, {other.pid: 0.9})
         of_this_run = host.rivals(cpus, set(), 1.0, *used)
         monkeypatch.setenv("HPCTRAIN_RUN_DIR", "/runs/other")

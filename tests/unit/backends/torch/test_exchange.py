@@ -6,7 +6,6 @@ import gc
 import itertools
 import os
 import weakref
-from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -32,7 +31,7 @@ class Message:
     def is_completed(self) -> bool:
         return self.is_through
 
-    def wait(self, timeout: timedelta) -> None:
+    def wait(self) -> None:
         assert self.is_through, "nobody has to wait"
 
 
