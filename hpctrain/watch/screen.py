@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from rich.text import Text
@@ -91,7 +91,7 @@ def _head(view: View, width: int) -> Iterator[Text]:
         yield Text("reading what has happened so far ...", style="dim")
     if view.step is not None:
         yield _progress(view, width)
-    yield from _rates(view)
+    yield from _rates(view, width)
 
 
 def _progress(view: View, width: int) -> Text:
@@ -109,7 +109,7 @@ def _progress(view: View, width: int) -> Text:
     return line.append(f"  {epoch}" if epoch else "")
 
 
-def _rates(view: View) -> Iterator[Text]:
+def _rates(view: View, width: int) -> Iterator[Text]:
     runs = view.state.word is Word.RUNNING
     late = view.end_in_s is not None and view.limit_in_s is not None and view.end_in_s > view.limit_in_s
     silence = view.silent_s if view.silent_s is not None and (not runs or view.silent_s > STALE_S) else None
@@ -122,8 +122,8 @@ def _rates(view: View) -> Iterator[Text]:
         (f"time limit in {duration(view.limit_in_s)}" if view.limit_in_s is not None else "", "yellow" if late else ""),
         (f"last event {age(silence)}" if silence is not None else "", "yellow" if runs else "dim"),
     ]
-    if shown := [Text(text, style) for text, style in parts if text]:
-        yield Text("  ").join(shown)
+    if shown := [part for part in parts if part[0]]:
+        yield from _flowing(Text(), shown, width, 2)
 
 
 def _curves(view: View, width: int) -> Iterator[Text]:
@@ -165,14 +165,8 @@ def _phases(view: View, width: int) -> Iterator[Text]:
     if not whole:
         return
     words = [f"{clean(name)} {spent / whole:.0%}" for name, spent in view.phases_s.items() if spent >= 0.005 * whole]
-    label = f"{'time of a step':<{LABEL}} "
-    text = Text(f"{label}{1e3 * whole:.3g} ms: ")
-    for index, word in enumerate(words):
-        if len(text.plain) + len(word) + 2 > width:
-            yield text
-            text = Text(" " * len(label))
-        text.append(word, COLOURS[index % len(COLOURS)]).append("  ")
-    yield text
+    text = Text(f"{'time of a step':<{LABEL}} {1e3 * whole:.3g} ms: ")
+    yield from _flowing(text, zip(words, itertools.cycle(COLOURS)), width, LABEL + 1)
 
 
 def _account(view: View, width: int) -> Iterator[Text]:
@@ -231,6 +225,18 @@ def _foot(view: View, width: int) -> Iterator[Text]:
         place = f"attempt {warned.attempt}" + (f", step {warned.step:,}" if warned.step is not None else "")
         text = f"{age(max(0.0, view.time - warned.time))}, {place}: {clean(warned.text)}"
         yield from _wrapped(text, width, "" if warned.is_orderly else "red")
+
+
+def _flowing(line: Text, words: Iterable[tuple[str, str]], width: int, indent: int) -> Iterator[Text]:
+    """The line with these words and their styles; continued on indented lines where it is full."""
+    for word, style in words:
+        if len(line.plain) + len(word) > width and len(line.plain) > indent:
+            line.rstrip()
+            yield line
+            line = Text(" " * indent)
+        line.append(word, style).append("  ")
+    line.rstrip()
+    yield line
 
 
 def _wrapped(text: str, width: int, style: str) -> Iterator[Text]:

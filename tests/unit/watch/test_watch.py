@@ -157,6 +157,12 @@ def test_the_view_of_a_running_run():
     ]
 
 
+def test_on_a_narrow_screen_the_time_limit_is_on_the_next_line():
+    """It was cut off behind rates."""
+    shown = text(view(job=job("RUNNING", left="0:30"), job_age_s=10.0), width=40).splitlines()
+    assert "  time limit in 20.0 s" in shown and all(len(line) <= 40 for line in shown)
+
+
 def test_a_suspended_job_is_shown_as_status_shows_it_and_counts_nothing_down():
     made = view(job=job("SUSPENDED", left="0:30"))
     assert made.state == run_status.of_run(typed(attempt()), running(), HERE, job("SUSPENDED"), NOW)
