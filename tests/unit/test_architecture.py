@@ -73,7 +73,7 @@ TOKENS: dict[str, int] = {
     "launch": 50308,
     "report": 11591,
     "callbacks": 932,
-    "watch": 4697,
+    "watch": 4762,
     "doctor": 4483,
     "horovod_wheel": 4081,
     "bench": 8499,
