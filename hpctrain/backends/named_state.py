@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import hashlib
 import math
 import re
@@ -47,9 +48,9 @@ def parameter_of(name: str) -> str:
 class Assignable(StateTensor):
     """A StateTensor that can be assigned."""
 
+    @abc.abstractmethod
     def loading(self) -> AbstractContextManager[Callable[[Array, int], None]]:
         """Yields ``load(rows, first_row)``, which assigns rows in the form of ``copy_into``; call it for all rows."""
-        raise NotImplementedError
 
 
 def load_tensors(tensors: Iterable[Assignable], arrays: Mapping[str, Array]) -> None:

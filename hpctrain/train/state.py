@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Sequence
 from enum import StrEnum
@@ -86,7 +87,7 @@ class Tiling:
 
 
 @dataclasses.dataclass(frozen=True)
-class StateTensor:
+class StateTensor(abc.ABC):
     """One named tensor of the state, wherever it lives."""
 
     name: str
@@ -108,10 +109,11 @@ class StateTensor:
         return tuple(self.value.shape)
 
     @property
+    @abc.abstractmethod
     def dtype(self) -> str:
         """Logical NumPy dtype name, or ``bfloat16`` (held as uint16)."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def copy_into(self, out: Array, begin: Sequence[int] = ()) -> None:
         """Copies the value, or the part of it with the shape of ``out``, to a host array (uint16 for bfloat16).
 
@@ -121,7 +123,6 @@ class StateTensor:
             out: the array to copy to.
             begin: index of the part's first value, per axis; by default, the whole value is copied.
         """
-        raise NotImplementedError
 
 
 def part_of(begin: Sequence[int], shape: Sequence[int]) -> tuple[Any, ...]:

@@ -81,7 +81,7 @@ class MessageAllreduce:
             self.flat[: self.gradients].copy_(self.half)
 
 
-def by_group(peers: ProcessGroup, part: Tensor, begin: int) -> Callable[[], object]:
+def send_in_group(peers: ProcessGroup, part: Tensor, begin: int) -> Callable[[], object]:
     """Sends through a process group; the host waits for no message on a GPU. See Send."""
     return peers.sum(part, WHAT)
 

@@ -88,7 +88,7 @@ class TorchReducers:
                 least = horovod.apart(sum(sizes), dtype.itemsize)
         elif candidate.kind != "mpi":
             peers = peers_of(group, device)
-            send, close = functools.partial(messages.by_group, peers), peers.close
+            send, close = functools.partial(messages.send_in_group, peers), peers.close
             over = peers_of(group, device) if rows_of else group
         layout = plan(sizes, most, SLOTS, ends, least)
         sum_: allreduce.TensorAllreduce

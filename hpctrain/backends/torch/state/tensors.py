@@ -9,7 +9,6 @@ from typing import IO, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.nn import Module
 
 from hpctrain.backends.named_state import Assignable, endings, plain_name
@@ -19,8 +18,7 @@ from hpctrain.backends.torch.strategies.partition import Partition, Slices
 from hpctrain.errors import UserError, kind_of
 from hpctrain.system.array_types import Array
 from hpctrain.train.seeds import host_random_state, restore_host_random_state
-from hpctrain.train.state import ArrayTensor, Placement, StateTensor, part_of
-from hpctrain.train.tree import Leaves
+from hpctrain.train.state import ArrayTensor, Placement, part_of
 
 CPU = torch.device("cpu")
 NUMBER = ".number"
@@ -334,38 +332,3 @@ def write_weights(state: Mapping[str, Any], path: Path) -> None:
 def tensor_over(array: Array, dtype: str) -> torch.Tensor:
     """Wraps an array of this dtype as a tensor over the same memory; bfloat16 is stored as uint16."""
     return host_tensor(array, torch.bfloat16 if dtype == "bfloat16" else torch.float32)
-
-
-HOST, DEVICE = "host", "device"
-"""Device of a tensor, in its kind."""
-
-
-class TorchLeaves(Leaves):
-    """Leaves plus tensors.
-
-    Args:
-        device: device of tensors that were not on the host.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def kind(self, value: Any) -> str | None:
-        if not isinstance(value, Tensor):
-            return super().kind(value)
-        if value.layout is not torch.strided or value.is_quantized:
-            return None
-        place = HOST if value.device.type == "cpu" else DEVICE
-        return f"{place} uint16" if value.dtype == torch.uint16 else place  # stored like bfloat16
-
-    def tensor(self, name: str, value: Any, placement: Placement) -> StateTensor:
-        return (
-            TorchTensor(name, value, placement) if isinstance(value, Tensor) else super().tensor(name, value, placement)
-        )
-
-    def value(self, kind: str, array: Array) -> Any:
-        place, _, dtype = kind.partition(" ")
-        if place not in (HOST, DEVICE):
-            return super().value(kind, array)
-        tensor = torch.from_numpy(np.array(array)) if dtype else tensor_of(array)
-        return tensor.to(self.device if place == DEVICE else "cpu")

@@ -23,8 +23,8 @@ from hpctrain.backends.torch.reduce.sharded import (
     HostSharded,
     StagedSharded,
     TensorSharded,
-    open_sharded_exchange,
 )
+from hpctrain.backends.torch.reduce.sharded_exchange import open_sharded_exchange
 from hpctrain.backends.torch.reduce.slots import Number
 from hpctrain.backends.torch.reduce.torch_reducers import bucket_sizes, common_kind
 from hpctrain.backends.torch.state.optimizer import Slots

@@ -19,7 +19,8 @@ from torch.optim import SGD, Optimizer
 
 from hpctrain.backends.named_state import load_tensors, plain_name, refuse_unplaced
 from hpctrain.backends.torch.state.optimizer import OptimizerPart
-from hpctrain.backends.torch.state.tensors import TorchLeaves, TorchTensor, added_keys, digest, module_tensors
+from hpctrain.backends.torch.state.tensors import TorchTensor, added_keys, digest, module_tensors
+from hpctrain.backends.torch.state.torch_leaves import TorchLeaves
 from hpctrain.backends.torch.task.extra_state import ADDED, AddedKeys, extra_states, extra_tensors
 from hpctrain.errors import UserError
 from hpctrain.train.seeds import derive

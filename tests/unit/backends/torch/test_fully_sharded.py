@@ -20,9 +20,10 @@ from torch.torch_version import TorchVersion
 from hpctrain.backends.torch.device import Compute
 from hpctrain.backends.torch.process_groups import word_of
 from hpctrain.backends.torch.strategies.fsdp import fsdp_strategy
+from hpctrain.backends.torch.strategies.fsdp.complete_sums import complete_gradients
 from hpctrain.backends.torch.strategies.fsdp.fsdp_reducer import FullyShardedReducer
 from hpctrain.backends.torch.strategies.fsdp.layers import layers_of
-from hpctrain.backends.torch.strategies.fsdp.sharded_model import ShardGroups, complete_gradients, shard_model
+from hpctrain.backends.torch.strategies.fsdp.sharded_model import ShardGroups, shard_model
 from hpctrain.backends.torch.strategies.partition import uncut
 from hpctrain.backends.torch.strategies.row_shares import part_of_rows
 from hpctrain.backends.torch.task.task_state import TaskState

@@ -22,10 +22,12 @@ from hpctrain.backends.torch.steps.update_step import Modes, Parts
 from hpctrain.backends.torch.steps.updates import Passes
 from hpctrain.backends.torch.strategies.exchange import HostExchange
 from hpctrain.backends.torch.strategies.partition import uncut
-from hpctrain.backends.torch.strategies.pipeline.pipeline_strategy import StageState, Tied, stages_of
+from hpctrain.backends.torch.strategies.pipeline.pipeline_strategy import stages_of
 from hpctrain.backends.torch.strategies.pipeline.pipelined import Pipelined
 from hpctrain.backends.torch.strategies.pipeline.stage import Coming, Stage
+from hpctrain.backends.torch.strategies.pipeline.stage_state import StageState
 from hpctrain.backends.torch.strategies.pipeline.stages import StageModel, layers_of, staged
+from hpctrain.backends.torch.strategies.pipeline.tied import Tied
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World, alone
 from hpctrain.errors import UserError

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from hpctrain.backends.torch.reduce.sharded import SEND, ShmSharded
+from hpctrain.backends.torch.reduce.sharded_exchange import SEND, ShmSharded
 from hpctrain.comm.group import TIMEOUT_S, Group
 from hpctrain.reduce.flat_layout import LOSS, SLOTS, SQUARE
 from hpctrain.reduce.shm_allreduce import ADD, ARRIVE, SharedArrays

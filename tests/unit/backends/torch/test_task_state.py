@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpctrain.backends.torch.state.tensors import TorchLeaves
+from hpctrain.backends.torch.state.torch_leaves import TorchLeaves
 from hpctrain.backends.torch.torch_framework import TorchFramework
 from hpctrain.checkpoint.hook import CheckpointHook
 from hpctrain.checkpoint.policy import policy_of

@@ -2,5 +2,6 @@
 compute, by FSDP2 of PyTorch.
 
 ``fsdp_strategy`` is the strategy. ``layers`` finds what is gathered together, ``sharded_model`` shards a model, and
-``fsdp_reducer`` has the sums of FSDP2 as a reducer; ``layer_order`` compares ranks; ``fsdp_memory`` estimates memory.
+``fsdp_reducer`` has the sums of FSDP2 as a reducer; ``complete_sums`` makes them the same on all ranks. ``layer_order``
+compares ranks; ``fsdp_memory`` estimates memory.
 """

@@ -12,8 +12,9 @@ from torch import Tensor
 from hpctrain.backends.torch.process_groups import DefaultGroup
 from hpctrain.backends.torch.reduce.reducer import Reducer
 from hpctrain.backends.torch.reduce.slots import Number, fill_slots, read
+from hpctrain.backends.torch.strategies.fsdp.complete_sums import complete_sums
 from hpctrain.backends.torch.strategies.fsdp.layer_order import COMPARED_UPDATES
-from hpctrain.backends.torch.strategies.fsdp.sharded_model import FullySharded, complete_sums, local_of
+from hpctrain.backends.torch.strategies.fsdp.sharded_model import FullySharded, local_of
 from hpctrain.backends.torch.strategies.partition import squares_of
 from hpctrain.errors import UserError
 from hpctrain.reduce.flat_layout import SLOTS, SQUARE, ExchangeResult, read_slots

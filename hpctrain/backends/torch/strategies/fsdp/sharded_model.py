@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from hpctrain.backends.torch.device import Compute
+from hpctrain.backends.torch.strategies.fsdp.complete_sums import sum_unused
 from hpctrain.backends.torch.strategies.fsdp.layer_order import LayerOrder
 from hpctrain.backends.torch.strategies.fsdp.layers import layers_of
 from hpctrain.backends.torch.strategies.partition import CUT, Partition, Slices
@@ -260,42 +261,3 @@ def free(modules: Sequence[FSDPModule], *ignored: Any) -> None:
     if not torch.is_grad_enabled():
         for module in modules:
             module.reshard()
-
-
-def sum_unused(module: FSDPModule) -> None:
-    """Makes backward passes sum gradients of unused parameters, too, for which PyTorch has a setting since 2.13."""
-    if hasattr(module, "set_reduce_scatter_unused_params"):
-        module.set_reduce_scatter_unused_params(True)
-        return
-    for group in groups_of(module):
-        group.post_backward = functools.partial(complete_gradients, group, group.post_backward)
-
-
-def complete_gradients(group: Any, post_backward: Callable[..., None], *ignored: Any) -> None:
-    """Ends the backward pass of a group of parameters; if it sums, each of them has a gradient, or has had one."""
-    if group.reduce_grads:
-        for one in group.fsdp_params:
-            # A rank that has not used the group has not gathered it: it has no whole parameters.
-            if one.sharded_param.requires_grad and hasattr(one, "_unsharded_param"):
-                parameter = one.unsharded_param
-                if parameter.grad is None and one.unsharded_accumulated_grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-    post_backward(*ignored)
-
-
-def complete_sums(modules: Sequence[FSDPModule]) -> None:
-    """Before an update's last backward pass, gives zeros to parameters that no earlier one has used: FSDP2 has added up
-    gradients in 32 bits, and takes none of 16 bits with them."""
-    for group in (group for module in modules for group in groups_of(module)):
-        sums = [one.unsharded_accumulated_grad for one in group.fsdp_params]
-        known = next((one for one in sums if one is not None), None)
-        for one, added in zip(group.fsdp_params, sums, strict=True):
-            if known is not None and added is None and one.sharded_param.requires_grad:
-                one.unsharded_accumulated_grad = known.new_zeros(one.sharded_param.shape)
-
-
-def groups_of(module: FSDPModule) -> Iterator[Any]:
-    """The groups of parameters (FSDPParamGroup) that are gathered with a module. PyTorch 2.11 knows at most one."""
-    state = module._get_fsdp_state()
-    found = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return (group for group in found if group is not None)

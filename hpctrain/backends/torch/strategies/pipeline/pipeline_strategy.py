@@ -5,25 +5,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 import numpy as np
-import torch
-from torch import Tensor
 from torch.nn import Module
 
-from hpctrain.backends.named_state import HELD, parameter_of, plain_name
+from hpctrain.backends.named_state import parameter_of, plain_name
 from hpctrain.backends.torch.reduce.reducer import SummedGradients
 from hpctrain.backends.torch.strategies.estimated import Estimated
-from hpctrain.backends.torch.strategies.exchange import Exchange
 from hpctrain.backends.torch.strategies.memory_estimate import MemoryEstimate, of_state
 from hpctrain.backends.torch.strategies.partition import Partition
 from hpctrain.backends.torch.strategies.pipeline.layer_parts import held_by
 from hpctrain.backends.torch.strategies.pipeline.layer_times import Whole
 from hpctrain.backends.torch.strategies.pipeline.pipelined import Pipelined
-from hpctrain.backends.torch.strategies.pipeline.stage import TIED, Stage
+from hpctrain.backends.torch.strategies.pipeline.stage import Stage
 from hpctrain.backends.torch.strategies.pipeline.stage_schedule import most_held
+from hpctrain.backends.torch.strategies.pipeline.stage_state import StageState
 from hpctrain.backends.torch.strategies.pipeline.stages import (
     FIELD,
     StageModel,
@@ -33,15 +30,14 @@ from hpctrain.backends.torch.strategies.pipeline.stages import (
     staged,
     tied_parameters,
 )
+from hpctrain.backends.torch.strategies.pipeline.tied import Tied
 from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy
-from hpctrain.comm.world import World
 from hpctrain.config.combinations import stated
 from hpctrain.config.features import TRAITS, Feature, Trait
 from hpctrain.errors import UserError, foreign_errors
 from hpctrain.system.user_errors import own_line, words
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.clock import Neighbours, Waiting
-from hpctrain.train.state import Cut, Placement, StateTensor
 
 
 def planned(opening: Opening) -> Strategy | None:
@@ -154,94 +150,3 @@ def estimate(model: Estimated, shards: Callable[[Estimated], Mapping[str, Memory
     return dataclasses.replace(
         most.whole, shards={word: dataclasses.replace(one, freed=0) for word, one in sharded.items()}
     )
-
-
-WHAT = "add up the gradients of tied parameters"
-
-
-@dataclass(frozen=True)
-class Tied:
-    """The copies that this stage has of parameters that other stages have too."""
-
-    stage: int
-    holders: Mapping[str, Sequence[int]]
-    """Stages that have each tied parameter, by name."""
-    messages: Exchange
-    """Exchanges tensors between the stages."""
-
-    def add(self, reducer: SummedGradients) -> None:
-        """Sums the gradients of copies, which are sums over data-parallel ranks already. Collective.
-
-        They are added in the order of stages, so copies stay bitwise equal.
-        """
-        found = []
-        for name, one in reducer.summed():
-            stages, gradient = self.holders.get(name, ()), one.grad
-            if self.stage not in stages or gradient is None:
-                continue
-            parts = {stage: torch.empty_like(gradient, memory_format=torch.contiguous_format) for stage in stages}
-            parts[self.stage].copy_(gradient)
-            fetch = []
-            for stage in stages:  # the lower stage of two posts first, as messages in order demand
-                if self.stage < stage:
-                    self.messages.post(parts[self.stage], stage, TIED)
-                if self.stage != stage:
-                    fetch.append(self.messages.expect(parts[stage], stage, TIED))
-                if self.stage > stage:
-                    self.messages.post(parts[self.stage], stage, TIED)
-            found.append((gradient, parts, fetch))
-        for gradient, parts, fetch in found:
-            for wait in fetch:
-                wait(WHAT)
-            gradient.copy_(functools.reduce(torch.add, parts.values()))
-        self.messages.settle(WHAT)
-        if found:
-            reducer.forget_norm()
-
-    def norm(self, partition: Partition, reducer: SummedGradients) -> float:
-        """L2 norm of this stage's gradients; that of copies counts on the first stage that has one.
-
-        Args:
-            partition: the part of the layers that this rank has.
-            reducer: has summed them.
-        """
-        first = {name: stages[0] for name, stages in self.holders.items()}
-        counted = [(name, one) for name, one in reducer.summed() if first.get(name, self.stage) == self.stage]
-        return partition.norm_of(counted)
-
-
-@dataclass(frozen=True)
-class StageState:
-    """What this rank's stage has."""
-
-    world: World
-    names: Collection[str]
-    """Names of its parameters."""
-    holders: Mapping[str, Sequence[int]]
-    """Stages that have each tied parameter, by name."""
-    elsewhere: Sequence[Tensor]
-    """Parameters of other stages, kept so that their ids are not reused."""
-
-    def placed(self, tensors: Iterable[StateTensor]) -> list[StateTensor]:
-        """Selects the state that this rank saves: parameters' state is saved by ranks of their stage, random states by
-        the first stage, and what the loss holds by the last one."""
-        found: list[StateTensor] = []
-        data, own, stage = self.world.data, self.world.tensor, self.world.pipeline.rank
-        for tensor in tensors:
-            name, cut = parameter_of(tensor.name), tensor.cut
-            if tensor.placement is Placement.REPLICATED and name in self.names:
-                cut = Cut(tensor.shape, (0,) * len(tensor.shape), data.rank * own.size + own.rank, data.size * own.size)
-            if cut is not None:
-                stages = tuple(self.holders.get(name or "", [stage]))
-                copy, copies = stages.index(stage) * cut.copies + cut.copy, len(stages) * cut.copies
-                cut = dataclasses.replace(cut, copy=copy, copies=copies, stages=stages)
-                found.append(dataclasses.replace(tensor, placement=Placement.CUT, cut=cut))
-            elif self._saves(tensor):
-                found.append(tensor)
-        return found
-
-    def _saves(self, tensor: StateTensor) -> bool:
-        if tensor.placement is not Placement.RANK or tensor.name.startswith("model/"):
-            return True
-        pipeline = self.world.pipeline
-        return pipeline.rank == (pipeline.size - 1 if tensor.name.startswith(HELD) else 0)
