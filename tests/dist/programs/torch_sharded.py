@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hpctrain.backends.torch.reduce import sharded as sharded_exchange
+from hpctrain.backends.torch.reduce import sharded_exchange
 from hpctrain.backends.torch.reduce.sharded_exchange import MpiSharded, ShardedExchange, open_sharded_exchange
 from hpctrain.comm.world import World, alone, from_communicator
 from hpctrain.config.sections import ParallelConfig
