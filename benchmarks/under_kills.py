@@ -139,8 +139,8 @@ def digest(folder: Path) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
-    parser.add_argument("-n", "--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("-n", "--ranks", type=int, default=2, help="ranks (default: 2)")
+    parser.add_argument("--steps", type=int, default=240, help="steps of a run (default: 240)")
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="comma-separated (default: all)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -163,4 +163,11 @@ def measure(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(start("under_kills", __doc__ or "", add_arguments, measure))
+    raise SystemExit(
+        start(
+            "under_kills",
+            "seconds of a whole run through four kills, with hpctrain and with other launchers",
+            add_arguments,
+            measure,
+        )
+    )

@@ -20,7 +20,13 @@ from benchmarks.program import start
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
-    parser.add_argument("words", nargs="*", metavar="make|pack|FOLDER")
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="make|pack|FOLDER",
+        help="FOLDER: judge the runs in it, by default the corpus; make FOLDER: make the runs that it lacks (half an "
+        "hour; needs root, Open MPI and both frameworks); pack FOLDER: make it the corpus",
+    )
     parser.add_argument("--only", default="", help="runs whose class or name contains this")
     parser.add_argument("--verbose", action="store_true", help="print what explain says of each run")
 
@@ -55,4 +61,4 @@ def judge(answers: list[judging.Answer], verbose: bool) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(start("failures", __doc__ or "", add_arguments, run))
+    raise SystemExit(start("failures", "what explain says of runs that fail in known ways", add_arguments, run))

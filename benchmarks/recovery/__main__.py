@@ -158,9 +158,9 @@ def turn(name: str, ranks: int, kills: int, chance: random.Random) -> dict[str, 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
-    parser.add_argument("-n", "--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each contender")
-    parser.add_argument("--kills", type=int, default=1, help="of each turn, one after the other")
+    parser.add_argument("-n", "--ranks", type=int, default=2, help="ranks (default: 2)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each contender (default: 5)")
+    parser.add_argument("--kills", type=int, default=1, help="kills in a turn, one after the other (default: 1)")
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="comma-separated (default: all)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -188,4 +188,11 @@ def measure(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(start("recovery", __doc__ or "", add_arguments, measure))
+    raise SystemExit(
+        start(
+            "recovery",
+            "seconds from a killed rank to the next new step, with hpctrain and with torchrun",
+            add_arguments,
+            measure,
+        )
+    )

@@ -38,12 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sample-bytes", type=positive, default=3072, help="size of a sample (default 3072)")
     parser.add_argument("--batch", type=positive, default=256, help="samples read at a time (default 256)")
     parser.add_argument("--rounds", type=positive, default=5, help="rounds in which all readers take turns (default 5)")
-    parser.add_argument("--seconds", type=float, default=0.3, help="of each reader's turn (default 0.3)")
-    parser.add_argument("--step-batch", type=positive, default=2048, help="samples of its batch (default 2048)")
-    parser.add_argument("--step-ms", type=float, default=20.0, help="compute of the step during which data is awaited")
-    parser.add_argument("--steps", type=positive, default=200, help="such steps (default 200)")
+    parser.add_argument("--seconds", type=float, default=0.3, help="seconds of each reader's turn (default 0.3)")
+    parser.add_argument("--step-batch", type=positive, default=2048, help="samples per simulated step (default 2048)")
+    parser.add_argument("--step-ms", type=float, default=20.0, help="time such a step computes (default 20)")
+    parser.add_argument("--steps", type=positive, default=200, help="simulated steps (default 200)")
     parser.add_argument(
-        "--folder", type=existing_folder, help="where to put the file: a folder on the disk in question"
+        "--folder",
+        type=existing_folder,
+        help="a folder on the disk to measure (default: the system's for temporary files)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 

@@ -38,6 +38,13 @@ if TYPE_CHECKING:
     from hpctrain.data.stream import Stream
     from hpctrain.tasks.definition import Task
 
+ACTIONS = {
+    "ls": "list the checkpoints of a run",
+    "verify": "read and check every byte; exit code 70 unless all are intact",
+    "inspect": "show what is in a checkpoint: names, types, shapes, min, mean, max, NaN",
+    "diff": "show which tensors differ between two checkpoints; exit code 1 if any does",
+    "export": "write a checkpoint's weights for other programs",
+}
 PATH_HELP = "run folder, its checkpoints folder, or one checkpoint's folder; or the URL of checkpoints in a store"
 GRAPHS = (".pt2", ".onnx")
 """Suffixes of files that hold the model's forward pass too."""
@@ -47,11 +54,9 @@ SUFFIXES = (".safetensors", ".pt", ".weights.h5", ".keras", *GRAPHS)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the subcommands."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ls|verify|inspect|diff|export")
-    ls = actions.add_parser("ls", help="checkpoints of a run")
-    verify = actions.add_parser("verify", help="read and check every byte; exit code 70 unless all are intact")
-    inspect = actions.add_parser("inspect", help="what is in a checkpoint: names, types, shapes, min, mean, max, NaN")
-    diff = actions.add_parser("diff", help="which tensors differ between two checkpoints; exit code 1 if any does")
-    export = actions.add_parser("export", help="write a checkpoint's weights for other programs")
+    ls, verify, inspect, diff, export = (
+        actions.add_parser(name, help=text, description=text) for name, text in ACTIONS.items()
+    )
     for action in (ls, verify, inspect, export):
         action.add_argument("path", help=PATH_HELP)
     for action, default in ((verify, "all"), (inspect, "the newest"), (export, "the newest")):
@@ -61,16 +66,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     diff.add_argument("second", help="the second checkpoint, in the same form")
     add = export.add_argument
     add("-o", "--output", required=True, metavar="FILE", help=f"output file: {', '.join(SUFFIXES)}")
-    add("--trainable-only", action="store_true", help="only what was trained: an adapter without its base")
+    add("--trainable-only", action="store_true", help="only trained weights, such as an adapter without its base")
     add(
         "--merge-lora",
         type=float,
         metavar="ALPHA",
-        help="add LoRA adapters to their weights, times ALPHA over the rank",
+        help="add LoRA adapters to their weights, times ALPHA / r",
     )
     add("--rename", action="append", default=[], metavar="OLD=NEW", help="replace a prefix of names: --rename model.=")
-    add("--like", metavar="FOLDER", help="write a folder for from_pretrained: FOLDER's configuration, and the weights")
-    help = "the moving average of the weights, which evaluations judge; by default if there is one"
+    add("--like", metavar="FOLDER", help="write a folder for from_pretrained: a copy of FOLDER with these weights")
+    help = "export the moving average of the weights, as evaluations use it; by default if there is one"
     add("--ema", action=argparse.BooleanOptionalAction, help=help)
     for action in (ls, verify, inspect, diff, export):
         action.add_argument("--json", action="store_true", help="print JSON")

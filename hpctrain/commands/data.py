@@ -29,17 +29,16 @@ MOST_CHARACTERS = 80
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the subcommands."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="pack|info")
-    pack = actions.add_parser(
-        "pack", help="make an HDF5 file for training from .npz, .npy, .nc, tables (CSV, Parquet, ORC), images or text"
-    )
+    text = "make an HDF5 file for training from .npz, .npy, .nc, tables (CSV, Parquet, ORC), images or text"
+    pack = actions.add_parser("pack", help=text, description=text)
     add = pack.add_argument
     add(
         "sources",
         nargs="+",
         metavar="SRC",
-        help="files of one kind, whose samples are concatenated; .npy files, which each give an array of "
-        "their name; a folder of images, or of one folder of images for each class; with --kind text a folder of "
-        "texts, with --kind parquet, csv, json or orc one of such files; tables may be URIs (s3://bucket/folder)",
+        help="files of one kind, whose samples are concatenated (of .npy files, each is an array with its name); a "
+        "folder of images, or with one folder of images per class; with --kind text, parquet, csv, json or orc a "
+        "folder of such files. Tables may be URIs (s3://bucket/folder)",
     )
     add("-o", "--output", required=True, type=Path, metavar="OUT.h5", help="the file to make")
     add("--kind", choices=NAMES, help="by default taken from the suffix")
@@ -60,15 +59,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="store the array NAME, or all arrays of floats, in this dtype",
     )
     add("--size", metavar="HxW", help="images: scale to this height and width")
-    add("--context", type=positive, metavar="N", help="text: tokens that a model sees at once (default 1024)")
+    add("--context", type=positive, metavar="N", help="text: tokens per sample (default 1024)")
     add("--tokenizer", type=Path, metavar="FILE", help="text: a Hugging Face tokenizer.json; by default bytes")
-    add("--end-of-text", metavar="TOKEN", help="text: the tokenizer's token that ends each text, such as <|endoftext|>")
+    add("--end-of-text", metavar="TOKEN", help="text: token that ends each text, such as <|endoftext|>")
     add("--text-field", metavar="NAME", help="JSON lines: the field that has the text (default text)")
     add("--chunks", type=positive, metavar="N", help="store in chunks of N samples; by default contiguous")
     add("--compression", choices=["gzip", "lzf"], help="compress chunks: smaller, and many times slower to read")
     add("--force", action="store_true", help="replace OUT.h5 if it exists")
     add("--json", action="store_true", help="print what was made as JSON")
-    info = actions.add_parser("info", help="what a dataset holds, and how fast it reads")
+    text = "show what a data set holds, and how fast it reads"
+    info = actions.add_parser("info", help=text, description=text)
     info.add_argument("file", metavar="FILE", help="an HDF5 file, or a quoted pattern of several")
     info.add_argument("--seconds", type=float, default=1.0, help="seconds per measurement (default 1)")
     info.add_argument("--kind", choices=["netcdf"], help="decode arrays by netCDF attributes; default for .nc")

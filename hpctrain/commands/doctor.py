@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks",
         type=positive,
         default=1,
-        help="start this many ranks: up to the first step, and to measure links and devices",
+        help="also start this many ranks, up to the run file's first step, and measure links and devices",
     )
     parser.set_defaults(overrides=[])
 

@@ -43,30 +43,50 @@ FOLLOW_S = 0.5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     name = parser.get_default("command")
-    default = {"status": "; by default all your runs", "nodes": "; else the list of all runs"}.get(name)
+    default = {"status": "; by default all your runs", "nodes": "; by default the list that all your runs share"}.get(
+        name
+    )
     target = f"run file or run folder{default or ''}"
     parser.add_argument("target", metavar="run", nargs="?" if default else None, help=target)
     parser.add_argument("--json", action="store_true", help="print JSON")
     if name in ("render", "submit", "resume"):
         parser.set_defaults(overrides=[])
     if name == "render":
-        parser.add_argument("--portable", action="store_true", help="a script that takes any run file as its argument")
+        parser.add_argument("--portable", action="store_true", help="print one that takes any run file as its argument")
     if name in ("render", "submit"):
         parser.set_defaults(program=())
         parser.epilog = PROGRAM.format(command=name)
         parser.add_argument(
-            "--array", action="append", default=[], metavar="SWEEP", help="file of options, or key=v1,v2"
+            "--array",
+            action="append",
+            default=[],
+            metavar="SWEEP",
+            help="a job array: KEY=V1,V2, or a file with one line of options per run",
         )
-        parser.add_argument("--at-once", type=positive, metavar="N", help="elements that run at the same time")
+        parser.add_argument(
+            "--at-once", type=positive, metavar="N", help="with --array: maximum number of runs at a time"
+        )
     if name in ("submit", "resume"):
         parser.add_argument("--dry-run", action="store_true", help="print the script and what would be run")
-        parser.add_argument("--chain", type=positive, default=1, metavar="N", help="N dependent jobs, without requeue")
-        parser.add_argument("--exclude", action="append", default=[], metavar="HOST", help="hosts to exclude")
         parser.add_argument(
-            "--after", action="append", default=[], metavar="JOB", help="start when these jobs have succeeded"
+            "--chain",
+            type=positive,
+            default=1,
+            metavar="N",
+            help="N jobs, one after the other, in place of one that is requeued",
+        )
+        parser.add_argument(
+            "--exclude", action="append", default=[], metavar="HOST", help="keep this host out; may be repeated"
+        )
+        parser.add_argument(
+            "--after",
+            action="append",
+            default=[],
+            metavar="JOB",
+            help="start when this job has succeeded; may be repeated",
         )
         parser.add_argument("--wait", action="store_true", help="return when the run has ended")
-        parser.add_argument("--parsable", action="store_true", help="print the job id only")
+        parser.add_argument("--parsable", action="store_true", help="print only the job ID")
     if name == "nodes":
         parser.add_argument("--clear", metavar="NODE", help="take a node, or all, off the list")
     if name == "logs":

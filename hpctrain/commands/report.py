@@ -36,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     if command in ("report", "compare"):
         parser.add_argument(
-            "-o", "--output", help="HTML file; by default report.html in the run folder" if not many else "HTML file"
+            "-o",
+            "--output",
+            help="HTML file; by default report.html in the run folder" if not many else "write an HTML page",
         )
     if command == "report":
         parser.add_argument("--svg", metavar="FOLDER", help="write each chart as an SVG file into this folder, too")

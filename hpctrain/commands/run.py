@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "ticket", type=Path, nargs="?", help="launch.ticket of the run; by default HPCTRAIN_NODE_KEY is used"
         )
         parser.add_argument(
-            "--wait", type=float, default=600.0, metavar="S", help="longest wait for the run, in seconds"
+            "--wait", type=float, default=600.0, metavar="S", help="longest wait for the run, in seconds (default 600)"
         )
         parser.epilog = "Start it on each node of a run with launch.engine: runners; it ends with the run."
         return

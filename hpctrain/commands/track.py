@@ -14,7 +14,8 @@ from hpctrain.system import foreign_text
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the subcommand."""
     commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    sync = commands.add_parser("sync", help="send MLflow and Weights & Biases what they missed while they were down")
+    text = "send MLflow and Weights & Biases what they missed while they were down"
+    sync = commands.add_parser("sync", help=text, description=text)
     sync.add_argument("run", help="run folder or run file")
     sync.add_argument("--uri", help="tracking server or folder; by default the run file's track.mlflow")
 

@@ -27,7 +27,7 @@ class EarlyStopConfig(Section, key="train.early_stop"):
     """Stop when a validation metric no longer improves."""
 
     metric: str | None = None
-    """Validation metric to watch, such as loss; none: no early stopping."""
+    """Validation metric to watch, such as loss; by default no early stopping."""
     mode: Literal["min", "max"] = "min"
     """Whether smaller or larger is better."""
     patience: Positive = 3

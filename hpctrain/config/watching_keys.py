@@ -32,7 +32,7 @@ class ProfileConfig(Section, key="track.profile"):
     """Record what the framework does in some steps: torch.profiler or tf.profiler."""
 
     first_step: Positive | None = None
-    """First step to profile; none: no profile. Traces go to <run folder>/profile."""
+    """First step to profile; by default no profile. Traces go to <run folder>/profile."""
     last_step: int | None = None
     """Last step to profile; by default four steps after the first."""
     ranks: tuple[Natural, ...] = (0,)
