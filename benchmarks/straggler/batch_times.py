@@ -1,8 +1,9 @@
 """``python -m benchmarks.straggler.batch_times FILE...``: the monitor's rule on batch times of other people's jobs.
 
 Reads files of Alibaba's cluster trace (github.com/alibaba/clusterdata, cluster-trace-gpu-v2020/mini-batch-time/data,
-``job_N_norm.csv``): a row for each worker and every tenth unit of time, with the duration of its mini-batch, normalised.
-A unit counts as a step here, since the files do not say how many steps it is. Pass files of a clone; nothing is fetched.
+``job_N_norm.csv``): a row for each worker and every tenth unit of time, with the normalised duration of its mini-batch.
+A unit counts as a step here, since the files do not say how many steps it is. Pass files of a clone: nothing is
+fetched.
 """
 
 from __future__ import annotations
