@@ -162,7 +162,8 @@ def kind_of(value: object) -> str:
     """The type of a value, with its article, for a sentence: ``an int``, ``the class Adam``."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
-    return f"{'an' if type(value).__name__[0] in 'aeiouAEIOU' else 'a'} {type(value).__name__}"
+    name = type(value).__name__
+    return f"{'an' if re.match('nd|(?!u(int|ni|se))[aeiou]', name, re.IGNORECASE) else 'a'} {name}"
 
 
 class MissingExtra(UserError):

@@ -45,6 +45,8 @@ class StepVote:
     store: SaveVote = SaveVote()
     store_away: bool = False
     """Whether any rank cannot reach the object store."""
+    batch: int = 0
+    """This rank's number for the global batch, not negative; -1 if ranks have different ones."""
 
     def begin(self, group: Group, what: str, timeout_s: float = TIMEOUT_S) -> Callable[[], StepVote]:
         """Starts a vote; all ranks of the group do, with the same number of tiers.
@@ -53,19 +55,21 @@ class StepVote:
         """
         saves = [[one.finished, one.sound, -int(one.due)] for one in (self.checkpoint, self.store, *self.tiers)]
         any_rank = [-self.stop, -int(self.replaced), -int(self.store_away)]  # the least negative is the largest
-        least = group.begin_min(np.array([*any_rank, *chain(*saves)], np.int64), what, timeout_s)
+        bounds = [self.batch, -self.batch]
+        least = group.begin_min(np.array([*any_rank, *bounds, *chain(*saves)], np.int64), what, timeout_s)
 
         def agreed() -> StepVote:
-            stop, replaced, store_away, *numbers = least().tolist()
+            stop, replaced, store_away, low, high, *numbers = least().tolist()
             checkpoint, store, *tiers = (SaveVote(*map(bool, numbers[i : i + 3])) for i in range(0, len(numbers), 3))
-            return StepVote(-stop, bool(replaced), checkpoint, tuple(tiers), store, bool(store_away))
+            batch = low if low == -high else -1
+            return StepVote(-stop, bool(replaced), checkpoint, tuple(tiers), store, bool(store_away), batch)
 
         return agreed
 
 
 class Ballot:
-    """Collects this rank's votes during a step. The loop starts the vote after each step, and whoever needs the result
-    reads it after the next, when all messages have long arrived.
+    """Collects this rank's votes during a step. The loop starts the vote when the next step has its batch, and whoever
+    needs the result reads it after that step, when all messages have long arrived.
 
     Args:
         group: all ranks. Each casts the same fields at the same step.
@@ -80,9 +84,10 @@ class Ballot:
         """Sets fields of this rank's vote in this step."""
         self.mine = replace(self.mine, **fields)
 
-    def begin(self) -> None:
-        """Starts the vote. Collective."""
+    def begin(self, batch: int = 0) -> None:
+        """Starts the vote, in a step on this global batch. Collective."""
         self.agreed()
+        self.cast(batch=batch)
         self.pending, self.mine = self.mine.begin(self.group, "agree on the next step"), StepVote()
 
     def agreed(self) -> StepVote:

@@ -56,7 +56,8 @@ def show(found: Sequence[Footprint], reasons: Mapping[str, str], limit: int | No
     foreign_text.show(f"\na checkpoint has {quantities.size(found[0].checkpoint)}")
     for plan_or_size, reason in reasons.items():
         kind = "tensor " if plan_or_size.isdecimal() else "" if plan_or_size == PIPELINED else "shard "
-        foreign_text.show(f"{kind}{plan_or_size} is not possible: {reason}")
+        why = re.sub(r"^parallel\.\w+ is \w+, and ", "", reason)
+        foreign_text.show(f"{kind}{plan_or_size} is not possible: {why}")
 
 
 LARGEST_PIPELINE = 8

@@ -149,14 +149,23 @@ def from_arrays(arrays: Mapping[str, Any], where: str = "the dict of arrays") ->
 
 
 def plain(values: Any, what: str) -> Array:
-    """The values as an array; raises UserError if ``what`` masks some, which NumPy would pass on as they are."""
+    """The values as an array; raises UserError if ``what`` masks some, which NumPy would pass on as they are, or holds
+    integers that no type can hold together."""
     hidden = int(np.ma.getmaskarray(values).sum()) if isinstance(values, np.ma.MaskedArray) else 0
     if hidden:
         shown = f"{hidden} of {values.size} values are masked, the first is {values.data[values.mask].flat[0]}"
         raise UserError(
             f"{what} is a masked array: {shown}", "fill them: array.filled(0), and give the mask as a separate array"
         )
-    return np.asarray(values.detach() if hasattr(values, "detach") else values)  # torch refuses if it has a gradient
+    array = np.asarray(values.detach() if hasattr(values, "detach") else values)  # torch refuses if it has a gradient
+    if isinstance(values, (list, tuple)) and array.dtype == np.float64 and np.abs(array).max(initial=0) >= 2**63:
+        exact = np.asarray(values, object)
+        if all(isinstance(each, int) for each in exact.flat):  # NumPy has rounded int64 beside uint64
+            if exact.min() < 0:
+                whole = f"{what} holds integers below 0 and from 2**63 on, which no integer type can hold together"
+                raise UserError(whole, "give all of them as int64 or as uint64, or write floats such as 1e19")
+            return exact.astype(np.uint64)
+    return array
 
 
 def as_rows(values: Any, what: str = "an array") -> Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import resource
 import signal
 import socket
 import time
@@ -27,6 +28,8 @@ ABOUT_RANKS = re.compile(r"\s*(WARNING|Primary job|\S+\s+(noticed|detected|has\s
 PASSES = re.compile(r"connect|temporary|timed out", re.IGNORECASE)
 """Matches what remote shells say of hosts that may answer later; all else needs a person."""
 LOOK_AGAIN_S = 0.1
+FILES, FILES_OF_RANK = 64, 8
+"""Descriptors that a launcher needs at most: for itself, and for each rank."""
 
 
 def settled(look: Callable[[], Sequence[Fact]]) -> Fact | None:
@@ -163,7 +166,10 @@ def missing_ranks(
     missing = set(range(ranks)) - {word.rank for word in words if word.joined or word.error}
     why = opening(said) or ("" if dead or "RTE ERROR: " not in said else last_line(said))
     if why and len(missing) == ranks and not (dead and dead.signal):  # all attempts would fail in this way
-        failed = failed_with(Code.PREFLIGHT, f"no rank started: {why}", f"see {log}")
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        few = f"a process may open only {files} files here: raise that (ulimit -n 4096), or "
+        fix = (few if 0 <= files < FILES + FILES_OF_RANK * ranks else "") + f"see {log}"
+        failed = failed_with(Code.PREFLIGHT, f"no rank started: {why}", fix)
         return dataclasses.replace(failed, action=Action.FAIL, before_ranks=True)
     if not missing or (dead and dead.rank in {word.rank for word in words}):
         return None

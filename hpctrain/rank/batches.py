@@ -13,11 +13,11 @@ from hpctrain.data.order import Order, first_draw, part_of
 from hpctrain.data.pipeline import BatchSource, TrainingData, ValidationData
 from hpctrain.data.samples import make_batch
 from hpctrain.data.stream import Stream, StreamingData, StreamOrder
-from hpctrain.errors import UserError
 from hpctrain.rank.problem import Problem, examples_of
 from hpctrain.tasks.mean_check import MOST_SAMPLES
 from hpctrain.train.framework import StepResult, samples_of
 from hpctrain.train.hooks import BaseHook, Training
+from hpctrain.train.loop import other_samples
 
 Place: TypeAlias = Callable[[Samples], Samples]
 """Puts a batch into memory from which it reaches the device fastest."""
@@ -100,14 +100,8 @@ class DataPosition(BaseHook):
                 self.warn(changed)
         if digest := getattr(self.data, "digest", ""):
             found = training.world.everyone.allgather(digest, "compare a batch of their streams")
-            others = [rank for rank, each in enumerate(found) if each != found[0]]
-            if others:
-                raise UserError(
-                    f"the stream gave rank {', '.join(map(str, others[:8]))} other samples than rank 0 in step "
-                    f"{training.state.step}",
-                    "let it yield the same samples on every rank: seed its generators equally in each epoch, and let "
-                    "it not depend on the rank, on worker processes or on time",
-                )
+            if any(each != found[0] for each in found):
+                raise other_samples(found, training.state.step)
 
     def state_dict(self) -> Mapping[str, Any]:
         return self.data.state_dict()

@@ -385,6 +385,8 @@ def message(error: BaseException) -> tuple[str, str]:
 
 
 def exit_code(error: BaseException) -> int:
-    """Returns the exit code of a rank that ends with this error; errors on which there is advice are the user's."""
-    known = ExitCode.USER_ERROR if isinstance(error, Exception) and advice_on(words(error)) else ExitCode.FAILURE
-    return int(error.exit_code if isinstance(error, HpctrainError) else known)
+    """Returns the exit code of a rank that ends with this error; sys.exit and errors with advice are the user's."""
+    if isinstance(error, HpctrainError):
+        return int(error.exit_code)
+    is_users = isinstance(error, SystemExit) or (isinstance(error, Exception) and advice_on(words(error)))
+    return int(ExitCode.USER_ERROR if is_users else ExitCode.FAILURE)

@@ -19,12 +19,11 @@ from hpctrain.run.grid import Grid
 from hpctrain.run.history import RunHistory
 from hpctrain.run.last_words import AttemptWords
 from hpctrain.run.run_status import Outcome, RunState, Word
+from hpctrain.run.time_account import SHORT_S
 from hpctrain.run.verdict import RunVerdict
 
 DATA_BOUND = 0.2
 """Fraction of the time spent waiting for data above which a run is data-bound."""
-MEASURED_S = 10.0
-"""Shortest training in seconds whose times of steps are meaningful."""
 EXCHANGE_BOUND = 0.3
 """Fraction of the time spent exchanging gradients above which a run is exchange-bound."""
 REHEARSED = ("to_device", "forward", "backward", "exchange")
@@ -377,7 +376,7 @@ def _of_failure(data: RunHistory, failure: RunVerdict, more: Sequence[str] = ())
 
 
 def _is_measured(data: RunHistory) -> bool:
-    return sum(float(series.value.sum()) for series in data.phases.values()) >= MEASURED_S
+    return sum(float(series.value.sum()) for series in data.phases.values()) >= SHORT_S
 
 
 def _capital(text: str) -> str:

@@ -13,6 +13,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,7 @@ _sound_info = without_misfits(
     {
         "id": sound(str),
         "created": sound(is_time),
+        "path": sound(str),
         "trained": sound(is_count),
         "reducer": sound(dict),
         "stages": sound({"layers": [is_count]}),
@@ -204,10 +206,13 @@ class Attempts:
             versions=versions(),
             git_commit=git_commit(),
         )
-        identity = {"id": info.get("id") or uuid.uuid4().hex, "created": info.get("created") or time.time()}
-        record = _json({"run": identity, "attempt": begun.to_json()})
+        new = {"id": uuid.uuid4().hex, "created": time.time(), "path": str(self.run_dir.path.resolve())}
+        record = _json({"run": {**new, **_identity(info)}, "attempt": begun.to_json()})
         number = files_patiently(lambda: self.ids.take(record))
-        files_patiently(self._summarise)
+        if info.get("path", new["path"]) == new["path"]:
+            files_patiently(self._summarise)
+        else:
+            self._note(number, "fields", new if self._is_copy(info) else {"path": new["path"]})
         if run_yaml is not None:
             files_patiently(lambda: write_atomically(self.run_dir.run_yaml, run_yaml.encode(), self.run_dir.path))
         return number
@@ -252,6 +257,13 @@ class Attempts:
         """
         if (fence := self.fence()) > attempt:
             raise Replaced(f"attempt {attempt} of {self.run_dir.path} has been replaced by attempt {fence}")
+
+    def _is_copy(self, info: Mapping[str, Any]) -> bool:
+        """Whether the run of this run.json still has its own folder elsewhere, of which this one is a copy."""
+        with suppress(OSError, UserError, LookupError, ValueError):
+            original = Path(info["path"])
+            return not original.samefile(self.run_dir.path) and Attempts(RunDir(original)).info()["id"] == info["id"]
+        return False
 
     def _forget_stop(self) -> None:
         """Removes the STOP file, or an empty folder of that name, which counts as a request too."""
@@ -300,9 +312,13 @@ class Attempts:
         for number in self.ids.taken():
             begun, added, ended = (_read_object(self.ids.path(number, what)) for what in ("", "fields", "ended"))
             attempts.append({"attempt": number, **_object(begun.get("attempt")), **ended})
-            identity = identity or _object(begun.get("run"))
+            identity = {**_object(begun.get("run")), **identity}
             fields |= added
         return {**identity, **fields, "fence": self.fence(), "attempts": attempts}
+
+
+def _identity(info: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: info[name] for name in ("id", "created") if info.get(name)}
 
 
 def since_fresh(info: Mapping[str, Any]) -> list[Attempt]:

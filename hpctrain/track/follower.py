@@ -107,7 +107,7 @@ def position(run_dir: RunDir, name: str) -> dict[str, Any]:
 
 
 _is_position = fits(
-    {**dict.fromkeys(("uri", "run_id", "problem"), (str, None)), "has_params": bool, "offset": is_count}
+    {**dict.fromkeys(("id", "uri", "run_id", "problem"), (str, None)), "has_params": bool, "offset": is_count}
 )
 
 
@@ -124,7 +124,8 @@ class Follower:
         self.name, self.run_dir, self.uri = name, run_dir, uri
         self.view = RunView(run_dir.path)
         saved = position(run_dir, name)
-        known = saved if saved.get("uri") == uri else {}
+        self.id = self.view.look(within_s=0.0).id
+        known = saved if (saved.get("uri"), saved.get("id", self.id)) == (uri, self.id) else {}
         self.run_id: str | None = known.get("run_id")
         self.has_params = bool(known.get("has_params", self.run_id is not None))
         self.offset = int(known.get("offset", 0))
@@ -174,6 +175,7 @@ class Follower:
     def save(self) -> None:
         """Saves position and problem for the sink and the next attempt."""
         fields = {
+            "id": self.id,
             "uri": self.uri,
             "run_id": self.run_id,
             "has_params": self.has_params,

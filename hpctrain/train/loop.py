@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hpctrain.data.pipeline import Batch, BatchSource
-from hpctrain.errors import Code, NoRequeue
+from hpctrain.errors import Code, NoRequeue, UserError
 from hpctrain.train.clock import Phase
 from hpctrain.train.evaluation import evaluate
 from hpctrain.train.framework import GRADIENT, SPOILED_FIX, HostBatch, NonFiniteLoss, StepResult
@@ -58,6 +58,7 @@ class Trainer(Training):
         """
         begin = time.monotonic()
         reason = first_reason([hook.before_fit(self) for hook in self.hooks]) or self.run_steps()
+        self.ballot.begin()  # of the last step
         self.is_asked_to_stop = reason is StopReason.REQUESTED
         if self.is_asked_to_stop and self.plan.is_over(self.state):
             reason = StopReason.COMPLETED  # the request came at the last step
@@ -72,8 +73,11 @@ class Trainer(Training):
         while not self.plan.is_over(self.state):
             batch = next(batches)
             work = self.work(batch)
+            self.ballot.begin(2 * batch.global_samples + batch.ends_epoch)
             self.clock.mark(Phase.DATA)
             result = self.update(batch)
+            if self.ballot.agreed().batch < 0:
+                raise self.explain_other_ends(batch)
             self.state.advance(batch)
             reason = self.evaluate() if self.plan.evaluates_after(self.state) else None
             reason = first_reason([reason, *[hook.after_step(self, result) for hook in self.hooks]])
@@ -82,7 +86,6 @@ class Trainer(Training):
             self.clock.mark(Phase.CALLBACKS)
             for hook in self.hooks:
                 hook.after_hooks(self)
-            self.ballot.begin()
             self.clock.end_step(work)
             if reason is not None:
                 return reason
@@ -145,6 +148,14 @@ class Trainer(Training):
             Code.NAN,
         )
 
+    def explain_other_ends(self, batch: Batch) -> UserError:
+        """Names the ranks whose stream ends in this step while that of rank 0 does not, or the reverse. Collective."""
+        mine = [batch.global_samples, batch.ends_epoch]
+        return other_samples(
+            self.world.everyone.allgather(mine, "see whose stream ends"),
+            f"{self.state.step + 1}, where the stream of some ranks ends",
+        )
+
     def spoiled(self) -> str | None:
         """Name of a weight on this rank that is not finite."""
         for tensor in self.framework.state():
@@ -154,6 +165,16 @@ class Trainer(Training):
                 if not all_finite(values, tensor.dtype):
                     return tensor.name
         return None
+
+
+def other_samples(found: Sequence[object], step: object) -> UserError:
+    """The error for a stream of which ranks have ``found`` different things in a step; at least two differ."""
+    others = [rank for rank, each in enumerate(found) if each != found[0]]
+    return UserError(
+        f"the stream gave rank {', '.join(map(str, others[:8]))} other samples than rank 0 in step {step}",
+        "let it yield the same samples on every rank: seed its generators equally in each epoch, and let it not "
+        "depend on the rank, on worker processes or on time",
+    )
 
 
 def shorten(ids: Sequence[int], most: int = 8) -> str:

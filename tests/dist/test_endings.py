@@ -94,7 +94,7 @@ def test_the_run_folder_says_what_ran(ended):
             ["no luck"], marks=pytest.mark.tour,
         ),
         ("kill", 70, [], ["taken_down", "killed"], "killed", ["SIGKILL"]),
-        ("sys-exit", 70, [], None, "exception", ["sys.exit"]),
+        ("sys-exit", 64, [], None, "exception", ["sys.exit"]),
         ("exit", 70, [], None, "vanished", []),
     ],
 )  # fmt: skip

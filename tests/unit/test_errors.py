@@ -6,9 +6,20 @@ import copy
 import errno
 import sys
 
+import numpy as np
 import pytest
 
-from hpctrain.errors import Code, HpctrainError, NoRequeue, Replaced, RunFailed, UserError, code_of, code_of_text
+from hpctrain.errors import (
+    Code,
+    HpctrainError,
+    NoRequeue,
+    Replaced,
+    RunFailed,
+    UserError,
+    code_of,
+    code_of_text,
+    kind_of,
+)
 from hpctrain.system.user_errors import blamed
 
 
@@ -87,3 +98,11 @@ def test_a_call_of_sys_exit_in_the_users_code_is_an_error_that_names_its_line():
     """``hpctrain doctor`` of a file that parses its own arguments ended without a word."""
     with pytest.raises(UserError, match=r"sys.exit\(2\) was called \(test_errors.py:\d+"), blamed("f", ""):
         sys.exit(2)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [(1, "an int"), (np.zeros(1), "an ndarray"), (np.uint8(1), "a uint8"), ({}, "a dict"), (int, "the class int")],
+)
+def test_a_type_has_the_article_that_it_is_read_with(value, kind):
+    assert kind_of(value) == kind

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -36,6 +37,8 @@ from hpctrain.system.signals import Interrupted, interruptible
 
 COMMAND = "'{command}'"
 """Placeholder in ``launch.remote_shell`` for the command line as one quoted word."""
+MOST_QUESTIONS = 64
+"""Most host names that are looked up at a time."""
 LOOK_S = 1.0
 """Seconds between two tries to reach hosts that were lost."""
 PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
@@ -205,15 +208,21 @@ class Hosts:
         return None if rank is None else self.used[rank // self.per_node]
 
 
+def addresses(host: str) -> set[str]:
+    """Returns a host's addresses; empty if its name cannot be resolved here."""
+    try:
+        return {str(address[0]) for *_, address in socket.getaddrinfo(host, None)}
+    except OSError:
+        return set()
+
+
 def require_separate_machines(hosts: Sequence[str]) -> None:
     """Raises UserError if two hosts are names of one machine; names that cannot be resolved here are left to ssh."""
     here = {address.address for each in psutil.net_if_addrs().values() for address in each}
     of_address: dict[str, str] = {}
-    for host in hosts:
-        try:
-            found = {str(address[0]) for *_, address in socket.getaddrinfo(host, None)}
-        except OSError:
-            continue
+    with ThreadPoolExecutor(MOST_QUESTIONS) as pool:  # a name without an answer takes seconds
+        all_found = list(pool.map(addresses, hosts))
+    for host, found in zip(hosts, all_found, strict=True):
         for address in {"this machine" if one in here or one.startswith("127.") else one for one in found}:
             if of_address.setdefault(address, host) != host:
                 what = f"launch.hosts names one machine twice: {of_address[address]} and {host} are both {address}"

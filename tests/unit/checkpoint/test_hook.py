@@ -425,7 +425,7 @@ def test_a_hook_that_is_new_begins_anew_and_one_that_is_gone_is_told(tmp_path, c
     ("states", "problem"),
     [
         (({"model": object()},), "the state_dict of hook 'memory', model is an object, which cannot be saved"),
-        (({"names": np.array(["a"])},), "the state_dict of hook 'memory', names is a ndarray, which cannot be saved"),
+        (({"names": np.array(["a"])},), "the state_dict of hook 'memory', names is an ndarray, which cannot be saved"),
         (({"count": 1}, {"count": 2}), "two objects with state are called hook 'memory'"),
     ],
 )

@@ -167,7 +167,7 @@ def test_an_error_while_loading_is_one_sentence_with_the_state_and_the_line():
         ({"level": 3}, "state 'level' of the task is an int, which does not say what its state is"),
         ({"level": Box}, "state 'level' of the task is the class Box"),
         ({"level": Box({"seen": {1, 2}})}, "the state_dict of state 'level', seen is a set, which cannot be saved"),
-        ({"level": Box({"x": np.array([object()])})}, "state 'level', x is a ndarray, which cannot be saved"),
+        ({"level": Box({"x": np.array([object()])})}, "state 'level', x is an ndarray, which cannot be saved"),
     ],
 )
 def test_what_cannot_be_saved_is_refused_by_name(declared, problem):

@@ -19,6 +19,7 @@ IDLE = StepVote(checkpoint=READY, tiers=(READY, READY), store=READY)
         (IDLE, IDLE),
         (replace(IDLE, stop=15), replace(IDLE, stop=15)),
         (replace(IDLE, replaced=True), replace(IDLE, replaced=True)),
+        (replace(IDLE, batch=5), replace(IDLE, batch=-1)),
         (replace(IDLE, store_away=True), replace(IDLE, store_away=True)),
         (replace(IDLE, checkpoint=SaveVote(due=True)), replace(IDLE, checkpoint=SaveVote(due=True))),
         (replace(IDLE, store=SaveVote(finished=True)), replace(IDLE, store=SaveVote(finished=True))),

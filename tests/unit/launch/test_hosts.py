@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -140,6 +141,17 @@ def test_one_machine_by_two_names_is_refused(names):
     with pytest.raises(UserError, match="both this machine"):
         require_separate_machines(names)
     require_separate_machines(("10.9.8.7", "10.9.8.6", "no-such-host.invalid"))
+
+
+def test_hosts_are_looked_up_together_since_a_name_without_an_answer_takes_seconds(monkeypatch):
+    asked = threading.Barrier(3)
+
+    def slow(host: str, port: None) -> list[Any]:
+        asked.wait(60)
+        raise OSError("no answer")
+
+    monkeypatch.setattr("socket.getaddrinfo", slow)
+    require_separate_machines(("a", "b", "c"))
 
 
 @pytest.mark.parametrize(

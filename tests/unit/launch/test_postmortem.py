@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import resource
 import json
 import socket
 import time
@@ -369,6 +370,12 @@ def test_what_mpirun_says_first_is_why_no_rank_started_and_nothing_is_tried_agai
     files = missing_ranks([], 2, "[vm:1] PRTE ERROR: Unknown error in file odls\n", tmp_path / "log")
     assert files is not None
     assert files.action is Action.FAIL and files.reason.endswith("PRTE ERROR: Unknown error in file odls")
+    assert "ulimit" not in files.fix
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (70, limits[1]))
+    few = missing_ranks([], 2, "[vm:1] PRTE ERROR: Unknown error in file odls\n", tmp_path / "log")
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert few is not None and "only 70 files here: raise that (ulimit -n" in few.fix
     crash = f"{dashes}\nprterun noticed that process rank 0 with PID 5 on node vm exited on signal 11\n{dashes}"
     again = missing_ranks([], 2, crash, tmp_path / "log", Death(0, signal=11))
     assert again is not None and again.action is Action.REQUEUE

@@ -126,6 +126,9 @@ def test_other_errors_are_told_with_type_and_place():
     assert exit_code(error) == ExitCode.FAILURE
     cuda = caught(AssertionError("Torch not compiled with CUDA enabled"))
     assert "leave .cuda() and .to() out" in message(cuda)[1] and exit_code(cuda) == ExitCode.USER_ERROR
+    unprintable = UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed")
+    for users in (SystemExit(0), EOFError("EOF when reading a line"), unprintable):  # by exit, input and print
+        assert exit_code(caught(users)) == ExitCode.USER_ERROR
     assert "sys.exit(0)" in message(caught(SystemExit(0)))[0]
     for left in (KeyboardInterrupt(), bdb.BdbQuit()):  # the latter by q in a breakpoint
         assert message(caught(left))[0].startswith("interrupted before")

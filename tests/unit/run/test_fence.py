@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -188,6 +189,19 @@ def test_a_number_whose_file_was_torn_counts_all_the_same(run, content):
     Attempts(run).ids.path(2).write_text(content)
     assert Attempts(run).begin() == 3
     assert [attempt.number for attempt in Attempts(run).all()] == [1, 2, 3]
+
+
+def test_a_copied_folder_is_another_run_and_a_moved_one_is_not(run, tmp_path):
+    Attempts(run).begin(Attempt())
+    identity = Attempts(run).info()["id"]
+    moved = RunDir(run.path.rename(tmp_path / "moved"))
+    assert Attempts(moved).begin() == 2 and Attempts(moved).info()["id"] == identity
+    copy = RunDir(shutil.copytree(moved.path, tmp_path / "copy"))
+    assert Attempts(copy).begin() == 3
+    own = Attempts(copy).info()
+    assert own["id"] != identity and own["path"] == str(copy.path)
+    assert Attempts(copy).begin() == 4 and Attempts(copy).info()["id"] == own["id"], "it has its ID from then on"
+    assert Attempts(moved).begin() == 3 and Attempts(moved).info()["id"] == identity
 
 
 def test_a_run_json_that_was_removed_is_written_again(run):

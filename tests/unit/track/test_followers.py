@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from typing import Any
 
+from hpctrain.run.attempts import Attempts
 from hpctrain.run.event_log import EventWriter
 from hpctrain.run.events import Train
 from hpctrain.run.folder import RunDir
@@ -48,6 +50,21 @@ def test_what_wandb_has_not_confirmed_is_sent_again(tmp_path):
     library = Library(True)
     assert follow(WandbFollower(RunDir(tmp_path), library, "project"), lambda seconds: True)
     assert not library.logged
+
+
+def test_a_copied_run_begins_a_run_of_its_own_in_a_tracker(tmp_path):
+    """It continued that of the original."""
+    run = RunDir(tmp_path / "run")
+    run.create()
+    Attempts(run).begin()
+    EventWriter(run.events, print).append(Train(step=1, loss=0.5))
+    assert follow(WandbFollower(run, Library(True), "project"), lambda seconds: True)
+    copy = RunDir(shutil.copytree(run.path, tmp_path / "copy"))
+    Attempts(copy).begin()
+    library = Library(True)
+    assert follow(WandbFollower(copy, library, "project"), lambda seconds: True)
+    runs = {json.loads((one.path / "wandb.json").read_bytes())["run_id"] for one in (run, copy)}
+    assert runs == {Attempts(one).info()["id"] for one in (run, copy)} and len(runs) == 2 and library.logged == [1]
 
 
 def test_the_environment_of_ranks_is_not_told():

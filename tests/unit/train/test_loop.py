@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hpctrain.comm.group import Group
+from hpctrain.comm.step_vote import Ballot
 from hpctrain.comm.world import alone
 from hpctrain.config.sections import EarlyStopConfig, PlateauConfig, TrainConfig
 from hpctrain.data.formats.sources import open_dataset
 from hpctrain.data.order import Order
 from hpctrain.data.pipeline import TrainingData, ValidationData
+from hpctrain.data.stream import StreamingData, StreamOrder, open_stream
 from hpctrain.data.tokens import token_counter
 from hpctrain.errors import ExitCode, NoRequeue, UserError
 from hpctrain.run.event_log import EventWriter
@@ -28,6 +32,7 @@ from hpctrain.train.schedule import duration_of, global_batch
 from hpctrain.train.state import ArrayTensor, StateTensor, TrainState
 from hpctrain.train.watchers import EarlyStop, Plateau, improves
 from tests.support.fake_framework import FakeFramework
+from tests.support.thread_groups import in_threads
 
 
 class Result:
@@ -133,6 +138,22 @@ def test_an_epoch_sees_every_sample_once_and_evaluates_at_its_end():
     assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10))
     assert seen[:10] != seen[10:]
     assert trainer.state == TrainState(step=6, epoch=2, batch=0, samples=20)
+
+
+def test_ranks_whose_streams_do_not_end_together_stop_in_that_step():
+    streams = [open_stream([{"x": np.ones(3), "y": 1.0, "id": row} for row in range(length)]) for length in (24, 20)]
+
+    def train(group: Group) -> str:
+        trainer = make(TrainConfig(steps=50, global_batch=4), [])
+        trainer.world = dataclasses.replace(alone(), everyone=group)
+        trainer.ballot = Ballot(group)
+        trainer.data = StreamingData(streams[group.rank], StreamOrder(4), 0, 1, prefetch=0)
+        with pytest.raises(UserError) as caught:
+            trainer.fit()
+        return caught.value.what
+
+    what = "the stream gave rank 1 other samples than rank 0 in step 5, where the stream of some ranks ends"
+    assert in_threads(2, train) == [what] * 2
 
 
 def test_it_learns():

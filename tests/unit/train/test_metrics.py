@@ -66,7 +66,7 @@ def test_a_metric_of_ones_own_needs_four_functions():
         ("0.9", None),
         ("high", "gives a str"),
         (None, "gives a NoneType"),
-        (np.zeros((2, 3)), "gives a ndarray"),
+        (np.zeros((2, 3)), "gives an ndarray"),
         (np.zeros(101), "gives 101 numbers"),
         (Curve("x", "y", (0.0, 1.0), (0.0,)), "do not fit each other"),
         (Curve("x", "y", (0.0,), (float("nan"),)), "not finite"),

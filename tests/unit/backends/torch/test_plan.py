@@ -311,10 +311,8 @@ def test_a_task_that_says_nothing_of_cuts_is_not_cut(tmp_path, cli, monkeypatch)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tasks.py").write_text(TASKS)
     (tmp_path / "run.yaml").write_text("name: r\ntask: tasks.py:linear\ntrain: {steps: 3, global_batch: 8}\n")
-    assert (
-        "parallel.tensor is 2, and the task does not say how its layers are split"
-        in cli("plan", "run.yaml", "-n", "2").out
-    )
+    said = cli("plan", "run.yaml", "-n", "2").out
+    assert "tensor 2 is not possible: the task does not say how its layers are split" in said
     told = hpctrain("plan", "run.yaml", "-n", 2, "--task", "tasks.py:of_keras", cwd=tmp_path, code=64)
     assert "is a KerasTask, whose model every rank holds whole" in told.stderr
 

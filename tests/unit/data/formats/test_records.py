@@ -265,3 +265,14 @@ def test_a_rank_reads_the_row_groups_that_hold_its_samples(tmp_path, group_rows,
     parquet.write_table(pyarrow.table({"id": list(range(32))}), path, row_group_size=group_rows)
     order = Order(length=32, global_batch=16, seed=0, shuffle="none")
     assert [groups_read(path, order, rank, 2, 2) for rank in range(2)] == expected
+
+
+def test_integers_that_no_type_holds_together_are_refused(tmp_path):
+    """NumPy made them floats, rounded."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"x": [-1, 2**63 + 1]}) + "\n")
+    with pytest.raises(UserError, match=r"'x' holds integers below 0 and from 2\*\*63 on"):
+        open_dataset(path)
+    for values in ([1, 2**63 + 1], [-1.0, 1e300], [-(2**63), 2**63 - 1]):
+        path.write_text(json.dumps({"x": values}) + "\n")
+        assert open_dataset(path).read(np.array([0]))["x"].tolist() == [values]
