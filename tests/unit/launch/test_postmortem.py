@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import resource
 import json
+import resource
 import socket
 import time
 from pathlib import Path
