@@ -80,6 +80,9 @@ def run_here(args: argparse.Namespace) -> int:
     from hpctrain.launch.engines.local import RunRequest
     from hpctrain.launch.supervisor import report
 
+    if args.run_file and (inside := RunDir(Path(args.run_file)).run_yaml).is_file():
+        what = f"{args.run_file} is a run folder, and run takes a run file"
+        raise UserError(what, f"write {inside} --run_dir {args.run_file}")
     config = load(args.run_file or None, with_program(args, args.run_file), say)
     words = [*([str(args.run_file)] if args.run_file else []), *args.overrides]
     words += ["--verbose"] if args.verbose else []

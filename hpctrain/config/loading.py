@@ -132,9 +132,7 @@ def _read_file(path: Path) -> tuple[dict[str, typing.Any], dict[str, int]]:
         fix = "put large values into a separate file, and its name into task_args"
         raise UserError(f"run file {path} is too large: {error.strerror}", fix) from error
     except OSError as error:
-        of_run = (path / "run.yaml").is_file()
-        fix = f"write {path / 'run.yaml'} --run_dir {path}" if of_run else "give a readable YAML file"
-        raise UserError(f"run file {path} cannot be read: {error.strerror}", fix) from error
+        raise UserError(f"run file {path} cannot be read: {error.strerror}", "give a readable YAML file") from error
     except UnicodeDecodeError as error:
         raise UserError(f"run file {path} cannot be read: {error}", "give a YAML file in UTF-8") from error
     except yaml.MarkedYAMLError as error:

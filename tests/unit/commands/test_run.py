@@ -104,3 +104,9 @@ def test_an_allocation_is_used_or_refused_in_one_sentence(
     if ranks is None:
         said = capsys.readouterr().err
         assert "hpctrain run uses only this machine, and job 7 has n[1-2]" in said and "hpctrain supervise" in said
+
+
+def test_a_run_folder_in_place_of_a_run_file_leads_to_its_file(tmp_path, cli):
+    (tmp_path / "run.yaml").write_text("name: r")
+    said = cli("run", tmp_path, code=64).err
+    assert f"is a run folder, and run takes a run file\n  fix: write {tmp_path}/run.yaml --run_dir {tmp_path}" in said

@@ -61,13 +61,6 @@ def test_arguments_of_the_task_are_given_together_or_one_by_one(run_file):
     assert load(run_file, ["--task_args.b", "[3]", "--task_args", "{c: x}"]).task_args == {"a": 1, "b": [3], "c": "x"}
 
 
-def test_a_run_folder_in_place_of_a_run_file_leads_to_its_file(run_file):
-    folder = run_file.parent
-    assert refused(folder).fix == f"write {run_file} --run_dir {folder}"
-    run_file.unlink()
-    assert refused(folder).fix == "give a readable YAML file"
-
-
 def test_a_required_key_that_is_missing_is_named(run_file):
     run_file.write_text("task: m:f\n")
     error = refused(run_file)
