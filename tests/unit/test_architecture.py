@@ -57,7 +57,7 @@ permission."""
 TOKENS: dict[str, int] = {
     "errors": 1060,
     "system": 14261,
-    "config": 11728,
+    "config": 11710,
     "comm": 6096,
     "run": 26257,
     "data": 37865,
@@ -77,7 +77,7 @@ TOKENS: dict[str, int] = {
     "doctor": 4483,
     "horovod_wheel": 4081,
     "bench": 8500,
-    "commands": 17056,
+    "commands": 17091,
     "cli": 1039,
     "__main__": 159,
     "__init__": 236,
