@@ -53,9 +53,9 @@ def answer(as_json: bool, data: object, lines: Iterable[str]) -> None:
 def table(title: str, headers: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
     """Shows a table of lines."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    shown = Table(*map(line, headers), box=None)
+    shown = Table(*(Column(line(header), overflow="fold") for header in headers), box=None)
     for row in rows:
         shown.add_row(*map(line, row))
     console = Console(highlight=False, markup=False, emoji=False)

@@ -83,7 +83,11 @@ if foreign.ALL:  # it needs env/foreign.txt
 
 def test_a_search_prunes_trials_and_ends_like_the_best(tmp_path):
     pytest.importorskip("optuna")
-    runs = carry_out("sweep", tmp_path) / "runs/sweep"
-    ends = [events(run, "run_finished")[-1]["reason"] for run in sorted(runs.glob("[0-9]"))]
+    here = carry_out("sweep", tmp_path)
+    ends = [events(run, "run_finished")[-1]["reason"] for run in sorted(here.glob("runs/sweep/[0-9]"))]
     assert len(ends) == 8 and set(ends) <= {"completed", "early_stop"}
     assert ends[:4] == ["completed"] * 4, "the pruner starts after four trials"
+    bad = "import sweep; sweep.open_study('study.log').enqueue_trial({'lr': 1e-5, 'width': 8})"
+    assert run_in_group([sys.executable, "-c", bad], environment(), here, timeout=100).returncode == 0
+    hpctrain("sweep", "sweep.yaml", "--task_args.trial", "8,9", cwd=here, timeout=200, warm="torch")
+    assert events(here / "runs/sweep/8", "run_finished")[-1]["reason"] == "early_stop", "it learns nothing"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.system.foreign_text import MOST_CHARACTERS, line, plain, show
+from hpctrain.system.foreign_text import MOST_CHARACTERS, line, plain, show, table
 
 PIECES = ["\x1b", "[", "]", "0;t", "31m", "\x9b", "\x9d", "\x07", "\x1b\\", "P", "\r", "\n", "a", " ", "\u202e", "\x08"]
 
@@ -57,3 +57,10 @@ def test_what_an_encoding_lacks_is_spelled_out():
     show("é\x1b[2J", stream)
     stream.seek(0)
     assert stream.read() == "\\xe9\n"
+
+
+def test_a_table_shows_every_character_of_a_name(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    table("Runs", ["run", "task_args.learning_rate", "state"], [["0" * 30, "0.1", "completed"]])
+    shown = capsys.readouterr().out
+    assert "…" not in shown and shown.count("0") == 31
