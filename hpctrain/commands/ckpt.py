@@ -189,7 +189,7 @@ def export(args: argparse.Namespace) -> int:
             export_keras_file(loaded, output, selection)
         is_apart = "sync/outer" in loaded.arrays
     row = {"step": loaded.step, "output": str(output), "bytes": output.stat().st_size}
-    lines = [f"weights of step {loaded.step} in {output} ({row['bytes']} bytes)"]
+    lines = [f"weights of step {loaded.step} in {output}, {size(row['bytes'])}"]
     if is_apart:
         lines.append("the mean over the ranks of local SGD; within a round, evaluations judge the outer weights")
     foreign_text.answer(args.json, row, lines)

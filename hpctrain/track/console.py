@@ -98,6 +98,8 @@ def describe(event: Event) -> str:
         return f"step {event.step}  validation: {metrics}"
     if isinstance(event, RunFinished):
         reason = (event.reason or "ended").replace("_", " ")
+        if reason == "completed" and event.steps == 0:
+            return f"already completed at step {event.step}: --train.epochs N trains further, --fresh starts over"
         return f"{reason} at step {event.step}, {event.steps} steps in {duration(event.seconds or 0.0)}"
     return ""
 

@@ -7,7 +7,7 @@ import io
 
 import pytest
 
-from hpctrain.run.events import CheckpointSaved, Eval, Hang, RunStarted, Train
+from hpctrain.run.events import CheckpointSaved, Eval, Hang, RunFinished, RunStarted, Train
 from hpctrain.track.console import BarConsole, PlainConsole, describe, make_console, number
 from hpctrain.track.sinks import LoggingSink
 
@@ -38,6 +38,14 @@ def test_a_batch_log_gets_plain_lines():
 def test_the_learning_rate_itself_is_shown_where_it_is_known():
     known = dataclasses.replace(train(8), lr=0.5, learning_rate=1.5e-4)
     assert describe(known) == "step 8/8  loss 0.5  lr 0.00015  123.4 samples/s"
+
+
+def test_a_run_that_was_complete_says_how_to_go_on():
+    ended = RunFinished(step=8, reason="completed", steps=8, seconds=2.0)
+    assert describe(ended) == "completed at step 8, 8 steps in 2.0 s"
+    again = describe(dataclasses.replace(ended, steps=0))
+    assert again == "already completed at step 8: --train.epochs N trains further, --fresh starts over"
+    assert describe(dataclasses.replace(ended, steps=0, reason="stop_requested")).startswith("stop requested at step 8")
 
 
 def test_fast_steps_do_not_flood_a_log_but_the_last_one_is_shown():
