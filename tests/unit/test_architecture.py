@@ -56,7 +56,7 @@ permission."""
 
 TOKENS: dict[str, int] = {
     "errors": 1060,
-    "system": 14261,
+    "system": 14274,
     "config": 11710,
     "comm": 6096,
     "run": 26257,
@@ -67,7 +67,7 @@ TOKENS: dict[str, int] = {
     "backends": 125947,
     "checkpoint": 50603,
     "monitor": 32298,
-    "track": 6473,
+    "track": 6486,
     "rank": 15614,
     "programs": 4866,
     "launch": 50407,
