@@ -84,10 +84,14 @@ def run_here(args: argparse.Namespace) -> int:
         what = f"{args.run_file} is a run folder, and run takes a run file"
         raise UserError(what, f"write {inside} --run_dir {args.run_file}")
     config = load(args.run_file or None, with_program(args, args.run_file), say)
-    words = [*([str(args.run_file)] if args.run_file else []), *args.overrides]
-    words += ["--verbose"] if args.verbose else []
-    verdict, number = start(RunRequest(config, args.ranks, ["train", *words], args.verbose, args.fresh))
-    command = ["hpctrain", "run", *number, *words, *(["--", *args.program] if args.program else [])]
+    words = [str(args.run_file)] if args.run_file else []
+    words += args.overrides
+    if args.verbose:
+        words.append("--verbose")
+    verdict, option = start(RunRequest(config, args.ranks, ["train", *words], args.verbose, args.fresh))
+    command = ["hpctrain", "run", *option, *words]
+    if args.program:
+        command += ["--", *args.program]
     report(verdict, RunDir.of(config.name, config.run_dir), command, saves=not config.launch.command)
     if verdict.action is Action.STOP and JOB in os.environ:  # the job must not start again
         return ExitCode.DO_NOT_REQUEUE
@@ -106,11 +110,12 @@ def start(asked: RunRequest) -> tuple[RunVerdict, list[str]]:
 
     if asked.ranks is not None and asked.ranks < 1:
         raise UserError(f"-n {asked.ranks}", "start 1 rank or more")
-    number, launch = [] if asked.ranks is None else ["-n", str(asked.ranks)], asked.config.launch
+    launch = asked.config.launch
+    option = [] if asked.ranks is None else ["-n", str(asked.ranks)]
     if engine := launch.engine or ("hosts" if launch.hosts else None):
         unread_keys.tell(launch, engine)
     if launch.engine == "runners":
-        return runners.run(asked), number
+        return runners.run(asked), option
     if launch.engine == "slurm":
         raise UserError("launch.engine is slurm: its jobs run it", "hpctrain submit starts one")
     launch = batch_systems.on_hosts_of_the_job(launch, os.environ)
@@ -119,7 +124,7 @@ def start(asked: RunRequest) -> tuple[RunVerdict, list[str]]:
     ranks = asked.ranks or (launch.ranks_per_node or here) * max(len(launch.hosts), 1)
     refuse_launcher(launch.command, ranks)
     if launch.hosts:
-        return hosts.run(asked), number
+        return hosts.run(asked), option
     return local.run(dataclasses.replace(asked, ranks=ranks)), ["-n", str(ranks)]
 
 
@@ -132,9 +137,10 @@ def rank_count(word: str) -> int:
 
 def with_program(args: argparse.Namespace, run_file: str | None) -> list[str]:
     """Returns the command line's keys, with those of a program that follows two dashes."""
-    program = ["--launch.command", json.dumps(args.program)] if args.program else []
-    name = ["--name", name_of(args.program)] if args.program and not run_file else []
-    return [*name, *args.overrides, *program]
+    if not args.program:
+        return list(args.overrides)
+    name = [] if run_file else ["--name", name_of(args.program)]
+    return [*name, *args.overrides, "--launch.command", json.dumps(args.program)]
 
 
 def name_of(program: Sequence[str]) -> str:

@@ -58,10 +58,12 @@ def partitions() -> Iterator[Check]:
     except HpctrainError as error:
         yield problem("partitions", error.what, error.fix)
         return
-    shown = [
-        f"{name} ({limit}, {nodes} nodes, {cores} cores{'' if gres == '(null)' else ', ' + gres})"
-        for name, limit, nodes, cores, gres in (line.split(maxsplit=4) for line in lines if len(line.split()) >= 5)
-    ]
+    shown = []
+    for line in lines:
+        if len(words := line.split(maxsplit=4)) == 5:
+            name, limit, nodes, cores, gres = words
+            gpus = "" if gres == "(null)" else f", {gres}"
+            shown.append(f"{name} ({limit}, {nodes} nodes, {cores} cores{gpus})")
     yield Check("partitions", "; ".join(shown) or "none")
 
 

@@ -15,10 +15,9 @@ from functools import cached_property
 from pathlib import Path
 
 from hpctrain.errors import Code, HpctrainError, Replaced, RunFailed, code_of
-from hpctrain.launch import launcher_messages
+from hpctrain.launch import launcher_messages, postmortem
 from hpctrain.launch.launcher_process import KILL_GRACE_S, LauncherProcess
 from hpctrain.launch.outage_retry import PAUSES_S
-from hpctrain.launch.postmortem import all_ended_well, complete, facts_of, lost, lost_node, missing_ranks, settled
 from hpctrain.run import last_words
 from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.decision import decide
@@ -174,35 +173,41 @@ class WatchedAttempt:
         except RunFailed as error:
             say(f"how the ranks ended is known from the last look only: {error.what}")
             written = self.words.look()
-        unborn = self.stop is not None and all(word.is_starting for word in written)
-        written = [] if unborn else written
-        well = unborn or all_ended_well(written, self.launch.ranks)
-        words, failure = (written, self.failure) if well else self.concluded(written)
+        words, failure = written, self.failure
+        if self.stop is not None and all(word.is_starting for word in written):
+            words = []  # it was stopped before any rank began
+        elif not postmortem.all_ended_well(written, self.launch.ranks):
+            words, failure = self.concluded(written)
+        attempts, before = self.earlier()
+        return decide(words, attempts, self.limits.max_failures, self.stop, failure, self.launch.saves, before), words
+
+    def earlier(self) -> tuple[list[Attempt], Sequence[LastWord]]:
+        """Returns the attempts that count, up to this one, and the last words of the one before it."""
         try:
             attempts = read_patiently(self.attempts_so_far)
-            counted = any(attempt.number == self.number - 1 for attempt in attempts)
-            before = read_patiently(lambda: last_words.read(self.run_dir, self.number - 1)) if counted else None
+            if any(attempt.number == self.number - 1 for attempt in attempts):
+                before = read_patiently(lambda: last_words.read(self.run_dir, self.number - 1))
+                return attempts, before.ranks if before else ()
+            return attempts, ()
         except RunFailed as error:
             say(f"the verdict does not count earlier attempts: {error.what}")
-            attempts, before = [], None
-        earlier = before.ranks if before else ()
-        return decide(words, attempts, self.limits.max_failures, self.stop, failure, self.launch.saves, earlier), words
+            return [], ()
 
     def concluded(self, written: Sequence[LastWord]) -> tuple[list[LastWord], RunVerdict | None]:
         """Returns the last words, completed for ranks that left none, and a verdict unless a rank's error gives it."""
         text, banner = self.launcher.messages, self.launcher.banner
-        cause = settled(lambda: self.facts(written, text, banner))
-        words, log = complete(written, cause), self.run_dir.log("launcher", self.number)
+        cause = postmortem.settled(lambda: self.facts(written, text, banner))
+        words, log = postmortem.with_endings(written, cause), self.run_dir.log("launcher", self.number)
         if isinstance(cause, Found):
             return words, cause.verdict
         if isinstance(cause, LastWord):
             return words, None
-        return words, missing_ranks(words, self.launch.ranks, text or banner, log, cause)
+        return words, postmortem.missing_ranks(words, self.launch.ranks, text or banner, log, cause)
 
     def facts(self, written: Sequence[LastWord], text: str, banner: str) -> list[Fact]:
         """Returns what is known about this attempt's end, without deaths that the supervisor may have caused."""
-        found = facts_of(self.run_dir, self.number, written, text, banner)
-        if (node := lost_node(written, text, banner, self.launch.hosts)) is not None:
+        found = postmortem.facts_of(self.run_dir, self.number, written, text, banner)
+        if (node := postmortem.lost_node(written, text, banner, self.launch.hosts)) is not None:
             found.append(Found(Standing.NODE, node))
         reported = any(death.standing is not Standing.VICTIM for death in launcher_messages.deaths(text + banner))
         if self.launcher.signal and self.ended_at == math.inf and not reported:
@@ -239,7 +244,9 @@ class WatchedAttempt:
         """Returns the attempts up to and including this one, which has just ended. Raises OSError."""
         attempts = [attempt for attempt in Attempts(self.run_dir).all() if self.counts(attempt)]
         newest = self.run_dir.newest_checkpoint_step()
-        return [*attempts[:-1], *(dataclasses.replace(each, to_step=newest) for each in attempts[-1:])]
+        if attempts:
+            attempts[-1] = dataclasses.replace(attempts[-1], to_step=newest)
+        return attempts
 
     def watch(self, environment: Mapping[str, str]) -> None:
         """Runs the launcher; runs it again if it started nothing because the scheduler's controller was down."""
@@ -357,15 +364,15 @@ class WatchedAttempt:
             what = f"rank {ended[0].rank} ended {END_GRACE_S:.0f} s ago but ranks {late[:8]} did not"
             self.suspect("left", now, END_GRACE_S, failed_with(Code.HANG, what, SEE_LOGS))
         # MPI and Slurm's step may need long to end after all ranks have left their last word.
-        if len(ended) == self.launch.ranks and self.lasted_s("over", now) > (
-            STOPPED_GRACE_S if self.stop is not None else END_GRACE_S
-        ):
+        grace_s = END_GRACE_S if self.stop is None else STOPPED_GRACE_S
+        if len(ended) == self.launch.ranks and self.lasted_s("over", now) > grace_s:
             self.kill_at = min(self.kill_at, now)
 
     def look_at_start(self, now: float, words: Sequence[LastWord]) -> None:
         """Ends an attempt whose ranks do not start, or that MPI does not connect: neither need ever end by itself."""
         ranks = self.launch.ranks
-        if absent := sorted(set(range(ranks)) - {word.rank for word in words})[: max(0, ranks - len(words))]:
+        absent = sorted(set(range(ranks)) - {word.rank for word in words})[: max(0, ranks - len(words))]
+        if absent:
             what = f"ranks {absent[:8]} of {ranks} did not start within {START_S:.0f} s"
             self.suspect("absent", now, START_S, failed_with(Code.HANG, what, SEE_LOGS))
         elif starting := [word.rank for word in words if word.is_starting]:
@@ -375,17 +382,20 @@ class WatchedAttempt:
 
     def look_at_nodes(self, now: float, words: Sequence[LastWord]) -> None:
         """Ends an attempt whose launcher waits for a lost node; srun takes half a minute to report the loss."""
-        hosts = {word.rank: word.host for word in words if word.ended is None and word.rank is not None}
+        hosts = postmortem.unreported(words)
         away, cut_off = self.launch.away(), self.cut_off()
         if gone := next((host for host in hosts.values() if host in away or host in cut_off), None):
-            self.end(now, lost([rank for rank, other in hosts.items() if other == gone], gone, by_slurm=False))
-            self.kill_at = now if gone in cut_off else self.kill_at  # mpirun would wait for that host
+            ranks = [rank for rank, other in hosts.items() if other == gone]
+            self.end(now, postmortem.host_lost(ranks, gone, by_slurm=False))
+            if gone in cut_off:
+                self.kill_at = now  # mpirun would wait for that host
             return
         silent = launcher_messages.silent_hosts(self.launcher.messages, hosts)
         if not silent or self.lasted_s(f"silent {sorted(silent)}", now) < NODE_SILENCE_S:
             return
         if unreached := self.launch.unreached(silent):
-            self.end(now, lost([rank for rank, other in hosts.items() if other in unreached], min(unreached)))
+            ranks = [rank for rank, other in hosts.items() if other in unreached]
+            self.end(now, postmortem.host_lost(ranks, min(unreached)))
             self.kill_at = now
 
     def cut_off(self) -> set[str | None]:
@@ -430,7 +440,8 @@ class WatchedAttempt:
 
         ``failure`` is the reason, if known.
         """
-        self.failure, self.standing = (failure, standing) if failure else (self.failure, self.standing)
+        if failure:
+            self.failure, self.standing = failure, standing
         self.ended_at = min(self.ended_at, time.time())
         if self.launcher.process is not None and self.kill_at == math.inf:
             self.kill_at = now + KILL_GRACE_S

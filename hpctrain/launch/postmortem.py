@@ -61,59 +61,79 @@ def may_change(cause: Fact | None, facts: Sequence[Fact]) -> bool:
 
 def facts_of(run_dir: RunDir, attempt: int, words: Sequence[LastWord], text: str, banner: str) -> list[Fact]:
     """Returns the facts from last words, agents' notes, the monitor and the launcher. ``banner``: see ``lost_node``."""
-    unreported = {word.rank: word.host for word in words if word.ended is None and word.rank is not None}
+    without_word = unreported(words)
     found: list[Fact] = [*words, *launcher_messages.deaths(text + banner)]
-    found += [Death(rank, exit_code=0, standing=Standing.LEFT) for rank in launcher_messages.left(text, unreported)]
-    for at, noted, code, alone in map(dataclasses.astuple, noted_deaths(run_dir, attempt)):
-        how = {"signal": -code} if (code or 0) < 0 else {"exit_code": code}
-        found.append(Death(noted, standing=Standing.NOTED if alone else Standing.SWEPT, at=at, **how))
-    for event in _hangs(run_dir, attempt):
-        about = [rank.rank for rank in event.ranks if rank.rank is not None]
+    found += [Death(rank, exit_code=0, standing=Standing.LEFT) for rank in launcher_messages.left(text, without_word)]
+    for note in noted_deaths(run_dir, attempt):
+        standing = Standing.NOTED if note.alone else Standing.SWEPT
+        death = Death(note.rank, exit_code=note.code, standing=standing, at=note.at)
+        if note.code is not None and note.code < 0:
+            death = dataclasses.replace(death, exit_code=None, signal=-note.code)
+        found.append(death)
+    for event in hangs(run_dir, attempt):
+        about = ranks_of(event)
         if event.kind == "died":
             found += [Death(rank, standing=Standing.GONE) for rank in about]
-        elif event.kind == CUT_OFF and about and unreported.keys() >= set(about):
-            verdict = lost(about, unreported[about[0]], by_slurm=False)
+        elif event.kind == CUT_OFF and about and without_word.keys() >= set(about):
+            verdict = host_lost(about, without_word[about[0]], by_slurm=False)
             # Code.NODE would say the node is lost, and the host may only be cut off for a while.
             found.append(Found(Standing.CUT_OFF, dataclasses.replace(verdict, code=Code.VANISHED)))
         elif event.kind == "hung" and event.action == "abort":
             what = event.sentence or "no rank made progress"
             fix = f"the stacks are in {run_dir.monitor}; the same command resumes from the last checkpoint"
-            found.append(Found(Standing.HUNG, failed_with(Code.HANG, what, fix, next(iter(about), None))))
+            found.append(Found(Standing.HUNG, failed_with(Code.HANG, what, fix, about[0] if about else None)))
     return found
 
 
-def complete(words: Sequence[LastWord], cause: Fact | None) -> list[LastWord]:
+def unreported(words: Sequence[LastWord]) -> dict[int, str]:
+    """The hosts of ranks whose last words do not say how they ended, by rank."""
+    return {word.rank: word.host for word in words if word.ended is None and word.rank is not None}
+
+
+def with_endings(words: Sequence[LastWord], cause: Fact | None) -> list[LastWord]:
     """Returns the last words, with endings filled in for ranks that left none, one of which may be the cause."""
-    others = isinstance(cause, Death) or any(word.ending is Ending.FAILED for word in words)
-    rest = Ending.TAKEN_DOWN if others else Ending.VANISHED
-
-    def completed(word: LastWord) -> LastWord:
+    is_known = isinstance(cause, Death) or any(word.ending is Ending.FAILED for word in words)
+    rest = Ending.TAKEN_DOWN if is_known else Ending.VANISHED
+    found = []
+    for word in words:
         if word.ending is not Ending.RUNNING:
-            return word
-        if not isinstance(cause, Death) or cause.rank != word.rank:
-            return dataclasses.replace(word, ending=rest)
-        local = cause.signal == signal.SIGKILL and word.host == socket.gethostname()
-        starved = cause.out_of_memory or (local and processes.ran_out_of_memory(word.pid, word.birth, word.oom_kills))
-        death = dataclasses.replace(cause, out_of_memory=starved)
-        exit_code = death.status or None
-        return dataclasses.replace(word, ending=Ending.KILLED, note=death.cause, code=death.code, exit_code=exit_code)
-
-    return [completed(word) for word in words]
+            found.append(word)
+        elif isinstance(cause, Death) and cause.rank == word.rank:
+            found.append(killed(word, cause))
+        else:
+            found.append(dataclasses.replace(word, ending=rest))
+    return found
 
 
-def opening(text: str) -> str:
+def killed(word: LastWord, death: Death) -> LastWord:
+    """Returns a rank's last word with the death that ended it."""
+    if death.signal == signal.SIGKILL and word.host == socket.gethostname():
+        starved = death.out_of_memory or processes.ran_out_of_memory(word.pid, word.birth, word.oom_kills)
+        death = dataclasses.replace(death, out_of_memory=starved)
+    exit_code = death.status or None
+    return dataclasses.replace(word, ending=Ending.KILLED, note=death.cause, code=death.code, exit_code=exit_code)
+
+
+def startup_error(text: str) -> str:
     """Returns the first sentence in which MPI or mpirun says why no rank could start; empty if there is none."""
-    banners = [each for each in RULE.split(text)[1::2] if each.strip() and not ABOUT_RANKS.match(each)]
-    return " ".join(banners[0].strip().partition("\n\n")[0].split()).partition(". ")[0][:300] if banners else ""
+    for banner in RULE.split(text)[1::2]:
+        if banner.strip() and not ABOUT_RANKS.match(banner):
+            return first_paragraph(banner).partition(". ")[0][:300]
+    return ""
 
 
 def last_line(text: str) -> str:
     """Returns the last non-empty line of a launcher's text, or the first paragraph of a banner at its end."""
     *before, banner, rest = ["", *RULE.split(text.rstrip())]
     if before and not rest:
-        return " ".join(banner.strip().partition("\n\n")[0].split())[:300]
+        return first_paragraph(banner)[:300]
     lines = [line.strip() for line in text.splitlines() if line.strip(" -=\t")]
     return lines[-1][:300] if lines else ""
+
+
+def first_paragraph(banner: str) -> str:
+    """A banner's first paragraph as one line."""
+    return " ".join(banner.strip().partition("\n\n")[0].split())
 
 
 def all_ended_well(words: Sequence[LastWord], ranks: int) -> bool:
@@ -121,7 +141,7 @@ def all_ended_well(words: Sequence[LastWord], ranks: int) -> bool:
     return len(words) == ranks and all(word.ending in GOOD_ENDINGS for word in words)
 
 
-def _hangs(run_dir: RunDir, attempt: int) -> list[Hang]:
+def hangs(run_dir: RunDir, attempt: int) -> list[Hang]:
     """Returns the monitor's events about ranks that hung, died or were cut off in an attempt."""
     try:
         events = stored_events(run_dir.monitor_events, marked=[f'"{Hang.NAME}"'.encode()])
@@ -130,10 +150,14 @@ def _hangs(run_dir: RunDir, attempt: int) -> list[Hang]:
         return []
 
 
+def ranks_of(event: Hang) -> list[int]:
+    """The ranks that an event names."""
+    return [rank.rank for rank in event.ranks if rank.rank is not None]
+
+
 def unreachable(run_dir: RunDir, attempt: int) -> list[int]:
     """Returns the ranks on hosts that the monitor could not reach."""
-    cut_off = [event for event in _hangs(run_dir, attempt) if event.kind == CUT_OFF]
-    return [rank.rank for event in cut_off for rank in event.ranks if rank.rank is not None]
+    return [rank for event in hangs(run_dir, attempt) if event.kind == CUT_OFF for rank in ranks_of(event)]
 
 
 def lost_node(words: Sequence[LastWord], text: str, banner: str, hosts: Mapping[int, str]) -> RunVerdict | None:
@@ -142,18 +166,19 @@ def lost_node(words: Sequence[LastWord], text: str, banner: str, hosts: Mapping[
     ``banner`` is the end of standard output: rank 0's output, then MPICH's report of deaths. ``hosts`` gives hosts by
     rank, if known before the start.
     """
-    if (host := launcher_messages.lost_node(text, banner)) is not None:
-        if said := launcher_messages.refusal(text, banner, host):
-            fix = f"let `ssh {host}` (launch.remote_shell) work from here without a password, or correct launch.hosts"
-            verdict = failed_with(Code.NODE, f"{host} could not be reached: {said}", fix, host=host)
-            return verdict if PASSES.search(said) else dataclasses.replace(verdict, exit_code=ExitCode.USER_ERROR)
-        what = f"{host} was lost, or the launcher's daemon on it" if host else f"a node was lost: {last_line(text)}"
-        return failed_with(Code.NODE, what, "the same command resumes it", host=host or None)
-    unreported = {word.rank: word.host for word in words if word.ended is None and word.rank is not None}
-    if silent := launcher_messages.silent(text, unreported):
-        return lost(silent, unreported[silent[0]])
-    unstarted, why = launcher_messages.not_started(text)
-    return _unstarted(unstarted, why, hosts) if unstarted else None
+    host = launcher_messages.lost_node(text, banner)
+    if host is None:
+        without_word = unreported(words)
+        if silent := launcher_messages.silent(text, without_word):
+            return host_lost(silent, without_word[silent[0]])
+        unstarted, why = launcher_messages.not_started(text)
+        return _unstarted(unstarted, why, hosts) if unstarted else None
+    if said := launcher_messages.refusal(text, banner, host):
+        fix = f"let `ssh {host}` (launch.remote_shell) work from here without a password, or correct launch.hosts"
+        verdict = failed_with(Code.NODE, f"{host} could not be reached: {said}", fix, host=host)
+        return verdict if PASSES.search(said) else dataclasses.replace(verdict, exit_code=ExitCode.USER_ERROR)
+    what = f"{host} was lost, or the launcher's daemon on it" if host else f"a node was lost: {last_line(text)}"
+    return failed_with(Code.NODE, what, "the same command resumes it", host=host or None)
 
 
 def missing_ranks(
@@ -164,7 +189,9 @@ def missing_ranks(
     ``said`` is the launcher's text, stored in ``log``; ``dead`` is a known death.
     """
     missing = set(range(ranks)) - {word.rank for word in words if word.joined or word.error}
-    why = opening(said) or ("" if dead or "RTE ERROR: " not in said else last_line(said))
+    why = startup_error(said)
+    if not why and not dead and "RTE ERROR: " in said:
+        why = last_line(said)
     if why and len(missing) == ranks and not (dead and dead.signal):  # all attempts would fail in this way
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         few = f"a process may open only {files} files here: raise that (ulimit -n 4096), or "
@@ -178,7 +205,7 @@ def missing_ranks(
     return failed_with(Code.VANISHED, what, f"see {log}", dead.rank if dead else None)
 
 
-def lost(ranks: Sequence[int], host: str, by_slurm: bool = True) -> RunVerdict:
+def host_lost(ranks: Sequence[int], host: str, by_slurm: bool = True) -> RunVerdict:
     """Returns the verdict that a host was lost with these ranks; ``by_slurm``: the loss was reported by Slurm."""
     several = f"ranks {', '.join(map(str, ranks[:8]))}" if len(ranks) > 1 else f"rank {ranks[0]}"
     daemon, option = (", or Slurm's daemon on it", f" (--exclude {host})") if by_slurm else ("", "")

@@ -68,7 +68,7 @@ def supervise(
         while True:
             words: list[LastWord] = []
             with lock.kept():  # a thread renews the lock until the ranks start; then the attempt does
-                if before is not None and (gone := lost(lock, number)) is not None:
+                if before is not None and (gone := replacement(lock, number)) is not None:
                     return gone
                 try:
                     number = Attempts(run_dir).begin(facts, run_yaml, forget_stop=before is None)
@@ -79,14 +79,14 @@ def supervise(
                     return before
                 first = first or number
                 launch = prepare(make_launch, number)
-            launch = lost(lock, number) or launch  # preparing may have taken long
+            launch = replacement(lock, number) or launch  # preparing may have taken long
             if isinstance(launch, RunVerdict):
                 verdict = launch
             else:
                 attempt = WatchedAttempt(launch, run_dir, number, lock, signals, limits, verbose, by_person, first)
                 verdict, words = attempt.run()
             with lock.kept():  # a slow file system or scheduler must not let the lock go stale
-                verdict = lost(lock, number) or verdict
+                verdict = replacement(lock, number) or verdict
                 record(run_dir, number, verdict, words)
                 asked = bool(signals.received) or requested_stop(run_dir) is not None
                 saved, step = step, newest_step(run_dir, step)
@@ -130,7 +130,7 @@ def prepare(make_launch: Callable[[int], Launch], number: int) -> Launch | RunVe
         return RunVerdict(action, error.exit_code, error.what, error.fix, code=code, before_ranks=True)
 
 
-def lost(lock: LiveLock, number: int) -> RunVerdict | None:
+def replacement(lock: LiveLock, number: int) -> RunVerdict | None:
     """Returns the verdict if another attempt has replaced this one; None if it still holds its run folder."""
     try:
         lock.check()

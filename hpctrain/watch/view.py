@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hpctrain.errors import UserError
-from hpctrain.launch.engines.slurm.directives import seconds
+from hpctrain.launch.engines.slurm.directives import limit_seconds
 from hpctrain.run.attempts import Attempt
 from hpctrain.run.events import CheckpointSaved, Eval, RankDevice, Recovered, RunStarted, Train
 from hpctrain.run.progress import Progress, Warned
@@ -157,7 +157,7 @@ def make(found: RunSnapshot, now: float, job: QueueEntry | None = None, job_age_
 def _limit_in(job: QueueEntry | None, age_s: float) -> float | None:
     """Time left according to Slurm; None without a limit or if invalid."""
     try:
-        left = seconds(job.left) if job is not None else None
+        left = limit_seconds(job.left) if job is not None else None
     except UserError:
         return None
     return max(0.0, left - age_s) if left is not None else None

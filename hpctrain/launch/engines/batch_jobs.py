@@ -15,7 +15,7 @@ from hpctrain.errors import RunFailed, UserError
 from hpctrain.launch.engines.batch_systems import SYSTEMS, BatchSystem
 from hpctrain.launch.engines.jobs import LOGS, Plan, SubmitOptions
 from hpctrain.launch.engines.scheduler import Scheduler, ask, end_each, submit_one
-from hpctrain.launch.engines.slurm.directives import text
+from hpctrain.launch.engines.slurm.directives import printable
 from hpctrain.launch.engines.slurm.render import templates
 from hpctrain.launch.engines.slurm.submission import own_bin
 from hpctrain.run.folder import RunDir
@@ -59,7 +59,8 @@ class BatchJobs(Scheduler):
 
         def send() -> str:
             said = ask(self.system.submit, given=planned.script)
-            found = re.match(r"(?:Job <)?(\w[\w.\[\]-]*)", (said.strip().splitlines() or [""])[-1])
+            last_line = said.strip().rpartition("\n")[2]
+            found = re.match(r"(?:Job <)?(\w[\w.\[\]-]*)", last_line)
             if found is None:
                 raise RunFailed(f"{self.system.submit[0]} names no job: {said[-300:]}", "see its queue")
             return found[1]
@@ -68,16 +69,19 @@ class BatchJobs(Scheduler):
 
     def states(self, jobs: Sequence[Sequence[str]], timeout_s: float, ended: bool) -> Mapping[str, QueueEntry]:
         """Queries the newest job of each run, one command per run."""
-        newest = [each[-1] for each in jobs if each]
-        found = {job: state(self.system, job, timeout_s) for job in newest}
-        return {job: QueueEntry(job, word) for job, word in found.items() if word}
+        found: dict[str, QueueEntry] = {}
+        for of_run in filter(None, jobs):
+            job = of_run[-1]
+            if word := state(self.system, job, timeout_s):
+                found[job] = QueueEntry(job, word)
+        return found
 
     def end(self, jobs: Sequence[tuple[RunDir, Sequence[str]]]) -> tuple[list[str], list[str]]:
         """Ends jobs that are the run's: their details contain the path of its log."""
 
         def is_of(run: RunDir, job: str) -> bool:
-            about = re.sub(r"\s", "", ask(filled(self.system.details, job)))
-            return re.sub(r"\s", "", str(run.path / LOGS)) in about
+            details = "".join(ask(filled(self.system.details, job)).split())  # long lines are wrapped
+            return "".join(str(run.path / LOGS).split()) in details
 
         return end_each(jobs, is_of, lambda job: ask(filled(self.system.cancel, job)))
 
@@ -90,18 +94,26 @@ def script(system: BatchSystem, config: Config, run: RunDir) -> str:
     """
     launch = config.launch
     nodes, ranks = launch.nodes + launch.spare_nodes, launch.ranks_per_node or 1
-    log = text(str(run.logs / "job.out"), "run_dir")
+    log = printable(str(run.logs / "job.out"), "run_dir")
     if not re.fullmatch(r"[\w/.+@-]+", log):
         raise UserError(f"the run folder is {run.path}", "use a path of letters, digits and /._+@- for batch systems")
-    given = {"name": config.name, "log": log, "nodes": nodes, "ranks": ranks, "total": nodes * ranks}
-    given["cores"] = ranks * (config.train.threads or 1)
-    directives = [each.format(**given) for each in system.directives]
-    directives += [text(each, "launch.directives") for each in launch.directives]
-    origin = f"Run {config.name}, written by hpctrain: to change it, change the run file and render it again."
-    again = system.again.format(folder=shlex.quote(str(run.path)))
-    made = {"directives": directives, "prefix": system.prefix, "origin": origin, "launch": launch, "again": again}
-    made |= {"bin": str(own_bin()), "job": system.job, "run_file": str(run.run_yaml)}
-    return templates().get_template("batch.sh.j2").render(made)
+    size = {"nodes": nodes, "ranks": ranks, "total": nodes * ranks, "cores": ranks * (config.train.threads or 1)}
+    directives = [each.format(name=config.name, log=log, **size) for each in system.directives]
+    directives += [printable(each, "launch.directives") for each in launch.directives]
+    return (
+        templates()
+        .get_template("batch.sh.j2")
+        .render(
+            origin=f"Run {config.name}, written by hpctrain: to change it, change the run file and render it again.",
+            directives=directives,
+            prefix=system.prefix,
+            launch=launch,
+            again=system.again.format(folder=shlex.quote(str(run.path))),
+            bin=str(own_bin()),
+            job=system.job,
+            run_file=str(run.run_yaml),
+        )
+    )
 
 
 def state(system: BatchSystem, job: str, timeout_s: float) -> str:
@@ -113,8 +125,10 @@ def state(system: BatchSystem, job: str, timeout_s: float) -> str:
             raise
         return ""  # some batch systems exit with an error for a job that they do not know
     number = job.partition(".")[0]  # PBS truncates the server's name
-    words = next((words for words in map(str.split, lines) if words and words[0].partition(".")[0] == number), [])
-    return STATES.get(words[system.column], UNKNOWN) if len(words) > system.column else ""
+    for words in map(str.split, lines):
+        if len(words) > system.column and words[0].partition(".")[0] == number:
+            return STATES.get(words[system.column], UNKNOWN)
+    return ""
 
 
 def filled(words: Sequence[str], job: str) -> list[str]:

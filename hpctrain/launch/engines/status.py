@@ -253,12 +253,13 @@ def _how_far(status: RunStatus, train: Train | None) -> str:
 
 def table(statuses: Sequence[RunStatus]) -> list[str]:
     """Returns one line for each run."""
-    rows = [
-        (each.state.word.value, each.job.id or "-", _step(each.found.progress), foreign_text.line(str(each.found.path)))
-        for each in statuses
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)] if rows else []
-    return ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows]
+    rows = [(each.state.word.value, each.job.id or "-", _step(each.found.progress)) for each in statuses]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row, each in zip(rows, statuses, strict=True):
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join([*cells, foreign_text.line(str(each.found.path))]))
+    return lines
 
 
 def _step(made: Progress) -> str:

@@ -14,13 +14,13 @@ import pytest
 from hpctrain.errors import Code
 from hpctrain.launch.postmortem import (
     all_ended_well,
-    complete,
     facts_of,
     last_line,
     lost_node,
     missing_ranks,
-    opening,
     settled,
+    startup_error,
+    with_endings,
 )
 from hpctrain.run import last_words
 from hpctrain.run.decision import starts_again
@@ -217,13 +217,13 @@ def test_victims_that_the_monitor_saw_are_not_the_cause_though_no_agent_noted_a_
 
 def test_what_was_found_out_of_a_rank_is_in_its_word(monkeypatch):
     monkeypatch.setattr("hpctrain.system.processes.ran_out_of_memory", lambda pid, born, before: False)
-    [killed] = complete([RUNNING], Death(1, signal=9))
+    [killed] = with_endings([RUNNING], Death(1, signal=9))
     assert (killed.ending, killed.code, killed.exit_code) == (Ending.KILLED, Code.KILLED, 137)
     monkeypatch.setattr("hpctrain.system.processes.ran_out_of_memory", lambda pid, born, before: True)
-    assert complete([RUNNING], Death(1, signal=9))[0].code is Code.OUT_OF_MEMORY
-    assert complete([RUNNING], Death(1, signal=11))[0].code is Code.KILLED
+    assert with_endings([RUNNING], Death(1, signal=9))[0].code is Code.OUT_OF_MEMORY
+    assert with_endings([RUNNING], Death(1, signal=11))[0].code is Code.KILLED
     elsewhere = dataclasses.replace(RUNNING, host="n9")
-    assert complete([elsewhere], Death(1, signal=9))[0].code is Code.KILLED, "its kernel cannot be asked"
+    assert with_endings([elsewhere], Death(1, signal=9))[0].code is Code.KILLED, "its kernel cannot be asked"
 
 
 SRUN = """\
@@ -319,16 +319,16 @@ FAILED = dataclasses.replace(RUNNING, rank=0, pid=6, ending=Ending.FAILED, ended
 
 
 def test_what_a_rank_said_itself_stands():
-    assert complete([FAILED], Death(0, signal=9)) == [FAILED]
+    assert with_endings([FAILED], Death(0, signal=9)) == [FAILED]
     assert first_cause([FAILED, Death(0, signal=9)]) is FAILED
 
 
 def test_a_rank_without_a_death_was_taken_down_if_anybody_failed_or_died():
-    assert complete([RUNNING], None)[0].ending is Ending.VANISHED
-    assert complete([FAILED, RUNNING], None)[1].ending is Ending.TAKEN_DOWN
-    assert complete([RUNNING], Death(0, signal=9))[0].ending is Ending.TAKEN_DOWN
-    assert complete([RUNNING], Death(1, exit_code=3))[0].exit_code == 3
-    assert complete([RUNNING], Death(1, exit_code=0))[0].exit_code is None
+    assert with_endings([RUNNING], None)[0].ending is Ending.VANISHED
+    assert with_endings([FAILED, RUNNING], None)[1].ending is Ending.TAKEN_DOWN
+    assert with_endings([RUNNING], Death(0, signal=9))[0].ending is Ending.TAKEN_DOWN
+    assert with_endings([RUNNING], Death(1, exit_code=3))[0].exit_code == 3
+    assert with_endings([RUNNING], Death(1, exit_code=0))[0].exit_code is None
 
 
 def test_a_death_without_a_rank_is_that_of_its_process():
@@ -379,7 +379,7 @@ def test_what_mpirun_says_first_is_why_no_rank_started_and_nothing_is_tried_agai
     crash = f"{dashes}\nprterun noticed that process rank 0 with PID 5 on node vm exited on signal 11\n{dashes}"
     again = missing_ranks([], 2, crash, tmp_path / "log", Death(0, signal=11))
     assert again is not None and again.action is Action.REQUEUE
-    assert opening("") == ""
+    assert startup_error("") == ""
 
 
 def test_ranks_have_ended_well_if_all_of_them_say_so():

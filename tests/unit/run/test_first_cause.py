@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.errors import Code, ExitCode
 from hpctrain.launch.launcher_messages import deaths
-from hpctrain.launch.postmortem import complete
+from hpctrain.launch.postmortem import with_endings
 from hpctrain.programs.plain_command import ending
 from hpctrain.run.decision import blame
 from hpctrain.run.first_cause import Death, Fact, Found, Standing, first_cause
@@ -259,7 +259,7 @@ def verdict(facts: Sequence[Fact]) -> tuple[int | Standing | None, str]:
     cause = first_cause(facts)
     if isinstance(cause, Found):
         return cause.standing, cause.verdict.reason
-    said = blame(complete(words, cause))
+    said = blame(with_endings(words, cause))
     if isinstance(cause, Death) and cause.rank not in {word.rank for word in words}:
         return cause.rank, cause.cause
     assert cause is not None and said.rank == cause.rank, "what is written down has the same cause"

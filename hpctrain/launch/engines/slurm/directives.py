@@ -64,7 +64,7 @@ class Directive:
         return "--gres=gpu" if self.name == "--gres" and re.search("(^|,)gpu", self.value or "") else self.name
 
 
-def seconds(limit: str) -> int | None:
+def limit_seconds(limit: str) -> int | None:
     """Converts a Slurm time limit (min, min:s, h:min:s, days-h[:min[:s]]) to seconds; None if unlimited."""
     if not TIME.fullmatch(limit):
         raise UserError(f"launch.slurm.time is {limit!r}", "write 30 (minutes), 01:30:00 or 2-12:00:00")
@@ -72,12 +72,9 @@ def seconds(limit: str) -> int | None:
         return None
     days, _, rest = limit.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
-    if days:
-        hours, minutes, secs = (*parts, 0, 0)[:3]
-    elif len(parts) == 3:
-        hours, minutes, secs = parts
-    else:
-        hours, (minutes, secs) = 0, (*parts, 0)[:2]
+    if not days and len(parts) < 3:  # min, or min:s
+        parts.insert(0, 0)
+    hours, minutes, secs = (*parts, 0, 0)[:3]
     return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + secs
 
 
@@ -119,33 +116,33 @@ def build(
         UserError: a value that Slurm does not accept, or directives that exclude each other.
     """
     slurm = launch.slurm
-    limit = seconds(slurm.time) if slurm.time else None
+    limit = limit_seconds(slurm.time) if slurm.time else None
     if limit is not None and signal_s >= limit:
         what = f"launch.slurm.time {slurm.time} leaves no time before the stop signal {signal_s} s ahead of its end"
         raise UserError(what, f"give a time of more than {signal_s} s, or a smaller launch.slurm.signal_s")
     made = [
-        Directive("--job-name", text(name, "name")),
+        Directive("--job-name", printable(name, "name")),
         *_given(slurm, "account", "partition", "qos", "constraint", "reservation", "licenses"),
         Directive("--nodes", str(launch.nodes + launch.spare_nodes)),
         Directive("--ntasks-per-node", str(ranks_per_node(launch))),
-        *([Directive("--distribution", "block")] if in_order else []),
-        *([Directive("--cpus-per-task", str(slurm.cpus_per_rank))] if slurm.cpus_per_rank else []),
+        *_option("--distribution", in_order and "block"),
+        *_option("--cpus-per-task", slurm.cpus_per_rank),
         *_gpus(launch),
         *_memory(slurm),
         *_given(slurm, "time", "time_min", "begin"),
         # Without --no-kill, a lost node would end the whole job.
-        *([Directive("--no-kill")] if keeps_job(launch) else []),
-        *([Directive("--exclusive")] if slurm.exclusive else []),
-        *([Directive("--exclude", text(",".join(slurm.exclude), "launch.slurm.exclude"))] if slurm.exclude else []),
-        *([Directive("--array", array)] if array else []),
+        *_flag("--no-kill", keeps_job(launch)),
+        *_flag("--exclusive", slurm.exclusive),
+        *_option("--exclude", printable(",".join(slurm.exclude), "launch.slurm.exclude")),
+        *_option("--array", array),
         # B: only the supervisor gets the signal, which would kill the ranks.
         Directive("--signal", f"B:USR1@{signal_s}"),
         Directive("--requeue" if slurm.requeue is not False else "--no-requeue"),
         Directive("--open-mode", "append"),
-        Directive("--output", text(output, "run_dir")),
+        Directive("--output", printable(output, "run_dir")),
         *_given(slurm, "mail_user", "mail_type", "comment"),
     ]
-    return joined(check(change(made, slurm)))
+    return with_one_gres(check(change(made, slurm)))
 
 
 def change(made: list[Directive], slurm: SlurmConfig) -> list[Directive]:
@@ -174,7 +171,7 @@ def check(directives: Iterable[Directive]) -> tuple[Directive, ...]:
     return directives
 
 
-def joined(directives: Iterable[Directive]) -> tuple[Directive, ...]:
+def with_one_gres(directives: Iterable[Directive]) -> tuple[Directive, ...]:
     """Returns the directives with all values of --gres in one line, as Slurm takes only the last."""
     gres = Directive("--gres", ",".join(each.value or "" for each in directives if each.name == "--gres"))
     return tuple({each.name: gres if each.name == "--gres" else each for each in directives}.values())
@@ -182,7 +179,7 @@ def joined(directives: Iterable[Directive]) -> tuple[Directive, ...]:
 
 def parse(line: str) -> Directive:
     """Parses a directive as users write it: ``--mem=4G``, ``--mem 4G``, ``-p long``, ``#SBATCH --exclusive``."""
-    words = text(line, "launch.slurm.extra").strip().removeprefix("#SBATCH").strip()
+    words = printable(line, "launch.slurm.extra").strip().removeprefix("#SBATCH").strip()
     match = re.fullmatch(r"(--[a-z][a-z-]*|-[A-Za-z])(?:(?:=|\s+|(?<=^-[A-Za-z]))(.+))?", words)
     if not match:
         raise UserError(f"launch.slurm.extra has {line!r}", "write a directive as in a script, such as --nice=100")
@@ -207,20 +204,30 @@ def _long(name: str) -> str:
     return SHORT.get(name, name if name.startswith("-") else f"--{name}")
 
 
+def _flag(name: str, is_set: bool) -> list[Directive]:
+    return [Directive(name)] if is_set else []
+
+
+def _option(name: str, value: object) -> list[Directive]:
+    """Returns a directive, if there is a value for it."""
+    return [Directive(name, str(value))] if value else []
+
+
 def _given(slurm: SlurmConfig, *fields: str) -> list[Directive]:
     """Returns a directive for each field that has a value."""
-    return [
-        Directive(f"--{field.replace('_', '-')}", text(str(value), f"launch.slurm.{field}"))
-        for field in fields
-        if (value := getattr(slurm, field)) is not None
-    ]
+    found = []
+    for field in fields:
+        value = getattr(slurm, field)
+        if value is not None:
+            found.append(Directive(f"--{field.replace('_', '-')}", printable(str(value), f"launch.slurm.{field}")))
+    return found
 
 
 def _gpus(launch: LaunchConfig) -> list[Directive]:
     slurm = launch.slurm
     if slurm.gpus_per_node is None:
         return []
-    model = f"{text(slurm.gpu_type, 'launch.slurm.gpu_type')}:" if slurm.gpu_type else ""
+    model = f"{printable(slurm.gpu_type, 'launch.slurm.gpu_type')}:" if slurm.gpu_type else ""
     if slurm.gpu_request == "gpus-per-task":
         each, rest = divmod(slurm.gpus_per_node, ranks_per_node(launch))
         if rest or not each:
@@ -248,7 +255,7 @@ LONGEST = 4096
 VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
-def text(value: str, key: str) -> str:
+def printable(value: str, key: str) -> str:
     """Returns the value; raises UserError if it has control characters (newline, NUL, escape) or is too long."""
     bad = next((character for character in value if not character.isprintable() and character != "\u00a0"), None)
     if bad is not None:

@@ -66,7 +66,7 @@ def tasks(environ: Mapping[str, str], nodes: int) -> int:
     return sum(int(count) * int(times or 1) for count, times in parts) or nodes
 
 
-def seconds(shown: str | None, otherwise: float) -> float:
+def unix_seconds(shown: str | None, otherwise: float) -> float:
     """Parses a time in UTC as Slurm shows it, to Unix seconds."""
     try:
         return float(calendar.timegm(time.strptime(shown or "", "%Y-%m-%dT%H:%M:%S")))
@@ -113,8 +113,8 @@ def who_ends(fields: Mapping[str, str], restarts: int) -> Who:
     state = fields.get("JobState", "RUNNING")
     if int(fields.get("Restarts") or 0) > restarts:
         return Who.REQUEUE
-    preempted, ended = (seconds(fields.get(name), math.inf) for name in ("PreemptTime", "EndTime"))
-    is_preempted = seconds(fields.get("StartTime"), 0.0) <= preempted < math.inf
+    preempted, ended = (unix_seconds(fields.get(name), math.inf) for name in ("PreemptTime", "EndTime"))
+    is_preempted = unix_seconds(fields.get("StartTime"), 0.0) <= preempted < math.inf
     if state in GOING_ON:
         # A preempted job keeps running until the grace time is over; only the ranks are informed, by SIGTERM.
         return Who.PREEMPTION if is_preempted else Who.NOBODY

@@ -85,9 +85,8 @@ def devices() -> list[str]:
     ]
     if named is None:
         return every
-    return [
-        every[int(word)] if word.isdigit() and int(word) < len(every) else word for word in named.split(",") if word
-    ]
+    by_index = {str(index): name for index, name in enumerate(every)}
+    return [by_index.get(word, word) for word in named.split(",") if word]
 
 
 def join() -> dict[str, Any]:

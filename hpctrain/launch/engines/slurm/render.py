@@ -13,7 +13,7 @@ import jinja2
 from hpctrain.config.sections import Config, LaunchConfig
 from hpctrain.errors import UserError
 from hpctrain.launch.engines.slurm import FILES
-from hpctrain.launch.engines.slurm.directives import Directive, build, seconds, shell_word, text, variable
+from hpctrain.launch.engines.slurm.directives import Directive, build, limit_seconds, printable, shell_word, variable
 
 EARLY_S = 60
 """Seconds by which Slurm may send the signal early (see sbatch --signal)."""
@@ -47,15 +47,15 @@ def job_script(
             f"run_dir {logs.parent} has a backslash, and Slurm finds no log there", "choose another run_dir"
         )
     # Slurm expands patterns such as %j in the path.
-    folder = text(str(logs), "run_dir").replace("%", "%%")
+    folder = printable(str(logs), "run_dir").replace("%", "%%")
     output = f"{folder}/slurm-{'%A_%a' if array else '%j'}.out"
     directives = build(config.name, config.launch, output, signal_s, array, in_order)
     return _rendered(
         config.launch,
         directives,
         origin=f"Run {config.name}, written by hpctrain: to change it, change the run file and render it again.",
-        run_file=text(str(run_file), "run file"),
-        bin=None if bin_dir is None else text(str(bin_dir), "environment"),
+        run_file=printable(str(run_file), "run file"),
+        bin=None if bin_dir is None else printable(str(bin_dir), "environment"),
         signal_s=signal_s,
         elements=array is not None,
     )
@@ -76,7 +76,7 @@ def signal_seconds(launch: LaunchConfig, step_s: float | None = None, save_s: fl
     """
     if launch.slurm.signal_s:
         return launch.slurm.signal_s
-    limit = seconds(launch.slurm.time) if launch.slurm.time else None
+    limit = limit_seconds(launch.slurm.time) if launch.slurm.time else None
     if step_s is not None and save_s is not None:
         wanted = EARLY_S + math.ceil(2 * (step_s + save_s))
         return wanted if limit is None else max(1, min(wanted, limit // 2))
@@ -90,7 +90,7 @@ def _rendered(launch: LaunchConfig, directives: Sequence[Directive], **about: An
         .get_template("job.sh.j2")
         .render(
             directives=directives,
-            modules=[text(module, "launch.modules") for module in launch.modules],
+            modules=[printable(module, "launch.modules") for module in launch.modules],
             setup=launch.setup,
             env={variable(name): value for name, value in launch.env.items()},
             **about,

@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.config.loading import absolute_task, load
@@ -315,6 +315,11 @@ def _same(one: Path | None, other: Path) -> bool:
         return False
 
 
+def entries_of(job: str, entries: Iterable[QueueEntry]) -> list[QueueEntry]:
+    """Returns a job's entries, or those of an array's elements."""
+    return [entry for entry in entries if job in (entry.id, entry.id.partition("_")[0])]
+
+
 def check_after(jobs: Sequence[str]) -> None:
     """Checks the jobs of ``--after``. Slurm takes an unknown dependency as fulfilled and would start at once.
 
@@ -325,11 +330,10 @@ def check_after(jobs: Sequence[str]) -> None:
     if wrong := [job for job in jobs if not JOB.fullmatch(job)]:
         fix = "give numbers of jobs, as hpctrain submit --parsable prints them"
         raise UserError(f"--after {wrong[0]} is not a job", fix)
-    asked = client.queue(jobs)
-    found = {job: [each for each in asked if job in (each.id, each.id.partition("_")[0])] for job in jobs}
-    ended = client.accounted([job for job in jobs if not found[job]])
+    queued = client.queue(jobs)
+    ended = client.accounted([job for job in jobs if not entries_of(job, queued)])
     for job in jobs:
-        states = [each.state for each in found[job] or ended if job in (each.id, each.id.partition("_")[0])]
+        states = [entry.state for entry in entries_of(job, queued) or entries_of(job, ended)]
         if not states:
             fix = "correct the number; if that job succeeded long ago, leave --after out"
             raise UserError(f"--after {job}: Slurm does not know this job, and would start this one at once", fix)

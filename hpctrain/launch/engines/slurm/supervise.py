@@ -223,10 +223,11 @@ def follow(
     try:
         restarts = requeue.requeue(config, run_dir, job)
     except (NoRequeue, requeue.Cancelled, Stopped, RunFailed) as error:
-        is_final, is_refused = isinstance(error, NoRequeue), isinstance(error, RunFailed)
+        is_refused = isinstance(error, RunFailed)
         failed = is_refused and verdict.exit_code is not ExitCode.STOPPED  # nothing else restarts the run
-        action = Action.DO_NOT_REQUEUE if is_final else Action.FAIL if failed else Action.STOP
-        code = error.exit_code if is_final else verdict.exit_code
+        action, code = Action.FAIL if failed else Action.STOP, verdict.exit_code
+        if isinstance(error, NoRequeue):
+            action, code = Action.DO_NOT_REQUEUE, error.exit_code
         why, fix = (f"not requeued: {error.what}", requeue.BY_HAND) if is_refused else (error.what, error.fix)
         final = dataclasses.replace(verdict, action=action, exit_code=code, reason=f"{verdict.reason}; {why}", fix=fix)
         amend(run_dir, job, final)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from hpctrain.errors import Code, NoRequeue
 from hpctrain.launch.engines.slurm import client
-from hpctrain.launch.engines.slurm.job import seconds
+from hpctrain.launch.engines.slurm.job import unix_seconds
 from hpctrain.launch.engines.slurm.render import EARLY_S
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.event_log import events_if_readable
@@ -48,8 +48,8 @@ class TimeLimit:
         if (now := time.time()) >= self.next_look:
             self.next_look = now + LOOK_S
             if fields := client.job_fields(self.job):  # the end of a job without a limit is "Unknown"
-                self.begin = seconds(fields.get("StartTime"), -math.inf)
-                self.end = seconds(fields.get("EndTime"), math.inf)
+                self.begin = unix_seconds(fields.get("StartTime"), -math.inf)
+                self.end = unix_seconds(fields.get("EndTime"), math.inf)
         return self.end - now
 
     def due(self, received: Sequence[int]) -> int:

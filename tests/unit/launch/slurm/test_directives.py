@@ -10,7 +10,7 @@ import pytest
 
 from hpctrain.config.sections import LaunchConfig, SlurmConfig
 from hpctrain.errors import UserError
-from hpctrain.launch.engines.slurm.directives import Directive, build, parse, seconds
+from hpctrain.launch.engines.slurm.directives import Directive, build, limit_seconds, parse
 
 
 def names(**slurm: Any) -> list[str]:
@@ -134,7 +134,7 @@ def test_directives_are_read_as_people_write_them(line, expected):
     ],
 )
 def test_time_limits(limit, expected):
-    assert seconds(limit) == expected
+    assert limit_seconds(limit) == expected
 
 
 def test_a_limit_that_leaves_no_time_before_the_signal_is_refused():
