@@ -113,7 +113,7 @@ class Judge:
         silent = np.all(window.wait <= 0, axis=1)
         if silent.any():
             return self.abstain(window, silent)
-        verdicts = self.condition(Kind.ABSTAIN, window, False, True)
+        verdicts = self.condition(Kind.ABSTAIN, window, is_bad=False, is_calm=True)
         busy = window.busy - slowness.work_explains(window.busy, window.work)
         self.measures = now = self.measure(window, busy)
         self.pauses.add(window, busy)
@@ -166,8 +166,8 @@ class Judge:
         verdicts += self.condition(
             Kind.MANY,
             window,
-            are_many,
-            not are_many,
+            is_bad=are_many,
+            is_calm=not are_many,
             ranks=tuple(window.ranks[slow].tolist()),
             slowdown=float(np.median(levelled[slow]) / np.median(levelled[~slow]) - 1) if are_many else 0.0,
             cost=slowness.cost_of_group(window.busy, window.wait, slow) if are_many else 0.0,
@@ -231,8 +231,9 @@ class Judge:
         those[places] = True
         extra = self.extra[ranks].sum(axis=0)
         peers = ~those & np.isin(self.peers.cohort[window.ranks], self.peers.cohort[ranks])
-        past = self.baseline.typical  # the reference for ranks without peers
-        others = window.typical[peers] if peers.any() else window.typical[places] if past is None else past[ranks]
+        others = window.typical[peers if peers.any() else places]
+        if self.baseline.typical is not None and not peers.any():
+            others = self.baseline.typical[ranks]
         normal = np.median(others, axis=0)
         together = those | self.accused.confirmed[window.ranks] if state is FindingState.CONFIRMED else those
         return Finding(
@@ -268,8 +269,8 @@ class Judge:
         return self.condition(
             Kind.UNEVEN,
             now.window,
-            bool(since_start[worst] >= 0.1 and now.excess[worst] >= max(0.1, now.chance)),
-            bool(now.excess[worst] < self.rule.calm),
+            is_bad=bool(since_start[worst] >= 0.1 and now.excess[worst] >= max(0.1, now.chance)),
+            is_calm=bool(now.excess[worst] < self.rule.calm),
             ranks=(int(now.window.ranks[worst]),),
             cause=slowness.cause_of(now.window.typical[worst] - normal, normal),
             slowdown=float(now.excess[worst]),
@@ -302,8 +303,8 @@ class Judge:
             verdicts += self.condition(
                 Kind.PAUSES,
                 window,
-                rank in owners and goes_on and not bool(self.accused.confirmed[rank]),
-                not goes_on,
+                is_bad=rank in owners and goes_on and not bool(self.accused.confirmed[rank]),
+                is_calm=not goes_on,
                 ranks=(rank,),
                 cause=slowness.cause_of(self.pauses.bursts[rank], normal),
                 slowdown=float(cost[rank]),
@@ -314,8 +315,8 @@ class Judge:
         return verdicts + self.condition(
             Kind.ROTATING,
             window,
-            lost >= self.rule.rotating and not (owners or take_turns) and int((counts > 0).sum()) > 1,
-            lost < 0.5 * self.rule.rotating or bool(owners) or take_turns,
+            is_bad=lost >= self.rule.rotating and not (owners or take_turns) and int((counts > 0).sum()) > 1,
+            is_calm=lost < 0.5 * self.rule.rotating or bool(owners) or take_turns,
             cause="gc" if everyone[GC] >= 0.5 * everyone[:GC].sum() > 0 else slowness.cause_of(everyone, normal),
             cost=lost,
         )
@@ -348,8 +349,8 @@ class Judge:
         return self.condition(
             Kind.IMBALANCE,
             window,
-            explained or turns >= self.rule.imbalance,
-            not explained and max(lost - left, turns) < 0.5 * self.rule.imbalance,
+            is_bad=explained or turns >= self.rule.imbalance,
+            is_calm=not explained and max(lost - left, turns) < 0.5 * self.rule.imbalance,
             ranks=tuple(window.ranks[loaded].tolist()),
             cost=cost,
             step_s=cost * slowness.step_seconds(window.busy, window.wait) / window.steps,
@@ -364,14 +365,14 @@ class Judge:
         steps = slowness.step_seconds(window.busy, window.wait) / window.steps
         load = heaviest(self.peers.levels(now.medians, window.ranks, ~blamed), grid, steps)
         if load is None:
-            return self.condition(Kind.PLAN, window, False, True)
+            return self.condition(Kind.PLAN, window, is_bad=False, is_calm=True)
         those = self.peers.on(window.ranks, load.axis, load.index)
         normal = np.median(window.typical[~those], axis=0)
         return self.condition(
             Kind.PLAN,
             window,
-            load.cost >= self.rule.uneven_plan,
-            load.cost < 0.5 * self.rule.uneven_plan,
+            is_bad=load.cost >= self.rule.uneven_plan,
+            is_calm=load.cost < 0.5 * self.rule.uneven_plan,
             ranks=tuple(window.ranks[those].tolist()),
             cause=slowness.cause_of(np.median(window.typical[those], axis=0) - normal, normal),
             slowdown=load.excess,
@@ -391,8 +392,8 @@ class Judge:
         verdicts = self.condition(
             Kind.GLOBAL,
             window,
-            all_slower,
-            growth < 1 + self.rule.calm,
+            is_bad=all_slower,
+            is_calm=growth < 1 + self.rule.calm,
             slowdown=growth - 1,
             cost=1 - 1 / max(growth, 1.0),
         )
@@ -401,8 +402,8 @@ class Judge:
         return verdicts + self.condition(
             Kind.NETWORK,
             window,
-            slower and growth < 1 + self.rule.slow,
-            is_now - was < self.rule.calm * step,
+            is_bad=slower and growth < 1 + self.rule.slow,
+            is_calm=is_now - was < self.rule.calm * step,
             cause=slowness.NETWORK,
             slowdown=is_now / max(was, 1e-9) - 1,
             cost=(is_now - was) / max(step + is_now - was, 1e-9),
@@ -413,8 +414,8 @@ class Judge:
         return self.condition(
             Kind.ABSTAIN,
             window,
-            True,
-            False,
+            is_bad=True,
+            is_calm=False,
             ranks=tuple(window.ranks[silent].tolist()),
             note="the program does not mark its gradient exchange on these ranks, so no verdict is possible",
         )
@@ -423,14 +424,16 @@ class Judge:
         self,
         kind: Kind,
         window: Window,
+        *,
         is_bad: bool,
         is_calm: bool,
-        *,
         ranks: tuple[int, ...] = (),
         **findings: object,
     ) -> list[Finding]:
         """Updates a condition, tracked by rank for pauses and by kind otherwise; returns a finding if it changed."""
-        standing, place = (self.pausers, ranks[0]) if kind is Kind.PAUSES else (self.conditions, list(Kind).index(kind))
+        standing, place = self.conditions, list(Kind).index(kind)
+        if kind is Kind.PAUSES:
+            standing, place = self.pausers, ranks[0]
         changes = standing.observe(np.array([place]), np.array([is_bad]), np.array([is_calm]))
         state = next((state for state, changed in changes.items() if len(changed)), None)
         if state is None:

@@ -84,7 +84,7 @@ class Peers:
         return found
 
     def robust_z(self, medians: Reals, busy: Reals, ranks: Ints, past: Reals | None) -> Reals:
-        """[R] ``statistics.robust_z`` within each group."""
+        """[R] ``slowness.robust_z`` within each group."""
         found = np.zeros(len(medians))
         for group, scale in self.compared(ranks, past):
             if len(group) > 1:

@@ -123,13 +123,15 @@ def fit_work(busy: Reals, work: Reals) -> tuple[float, float]:
     longest = 3 * np.maximum(units, 1) ** max(POWERS)  # longer is a pause, whatever the power
     calm = np.minimum(busy, longest * np.median(busy, axis=1, keepdims=True))
     db = calm - calm.mean(axis=1, keepdims=True)
-    bb, best = float((db * db).sum()), (0.3, 0.0, 0.0)
+    bb = float((db * db).sum())
+    explained, best = 0.3, (0.0, 0.0)
     for power in POWERS:
-        dw = units**power - (units**power).mean(axis=1, keepdims=True)
+        powers = units**power
+        dw = powers - powers.mean(axis=1, keepdims=True)
         ww, wb = float((dw * dw).sum()), float((dw * db).sum())
-        if wb > 0 and wb * wb > best[0] * ww * bb:
-            best = wb * wb / (ww * bb), power, wb / ww
-    return best[1:]
+        if wb > 0 and wb * wb > explained * ww * bb:
+            explained, best = wb * wb / (ww * bb), (power, wb / ww)
+    return best
 
 
 def uneven_cost(busy: Reals, wait: Reals) -> float:
@@ -247,12 +249,14 @@ def cause_of(extra: Reals, normal: Reals) -> str:
     if extra[GC] >= DOMINANT * total:
         return CAUSES[GC]
     top = busy[int(np.argmax(extra[busy]))]
-    rest, rest_usual = total - float(extra[top]), usual - float(normal[top])
-    rest_slower = rest / max(rest_usual, 1e-9) >= 0.5 * float(extra[top]) / max(float(normal[top]), 1e-9)
-    if extra[top] >= DOMINANT * total and not (rest_slower and rest >= 0.1 * total):
-        return CAUSES[top]
+    most, usual_top = float(extra[top]), float(normal[top])
+    if most >= DOMINANT * total:
+        rest = total - most
+        slower, rest_slower = most / max(usual_top, 1e-9), rest / max(usual - usual_top, 1e-9)
+        if rest < 0.1 * total or rest_slower < 0.5 * slower:
+            return CAUSES[top]
     large = [column for column in busy if normal[column] >= 0.1 * usual]
     alike = all(extra[column] / normal[column] >= 0.4 * total / max(usual, 1e-9) for column in large)
-    if (alike and len(large) > 1) or float(extra[list(COMPUTE_PHASES)].sum()) >= DOMINANT * total:
+    if (alike and len(large) > 1) or extra[list(COMPUTE_PHASES)].sum() >= DOMINANT * total:
         return COMPUTE
     return MIXED

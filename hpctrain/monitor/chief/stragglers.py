@@ -168,15 +168,11 @@ class Stragglers:
             return verdict
         keys = [f"rank {rank}" for rank in verdict.ranks[:8]]
         keys += sorted({f"node {self.run.nodes[rank]}" for rank in verdict.ranks[:8]})
-        now = time.monotonic()
-        lines = [
-            line
-            for key in keys
-            if key in self.findings
-            for at, found in [self.findings[key]]
-            if now - at < FRESH_S
-            for line in found
-        ]
+        lines: list[str] = []
+        for key in filter(self.findings.__contains__, keys):
+            at, found = self.findings[key]
+            if time.monotonic() - at < FRESH_S:
+                lines += found
         return replace(verdict, evidence=tuple(dict.fromkeys(lines)))
 
     def tell(self, verdict: Finding) -> None:
@@ -228,19 +224,16 @@ class Stragglers:
         now = measures.window
         busy, wait = np.median(now.busy, axis=1), np.median(now.wait, axis=1)
         shown = sorted(np.argsort(-measures.excess)[:most].tolist())
-        rows = zip(
-            now.ranks[shown].tolist(),
-            *(each[shown].tolist() for each in (busy, wait, measures.excess, measures.cost)),
-            strict=True,
-        )
+        rows = np.stack([busy, wait, measures.excess, measures.cost])[:, shown].T.tolist()
+        ranks = now.ranks[shown].tolist()
         return LiveWindow(
             attempt=self.run.attempt,
             step=self.run.first_step + (now.index + 1) * now.steps,
             num_ranks=len(self.run.hosts),
-            ranks=tuple(LiveRank(rank, self.run.hosts[rank], *numbers) for rank, *numbers in rows),
+            ranks=tuple(LiveRank(rank, self.run.hosts[rank], *row) for rank, row in zip(ranks, rows, strict=True)),
             verdicts=(*self.active.values(), *self.suspects),
             dropped_windows=sum(self.dropped.values()),
-            devices=tuple(self.devices[rank] for rank in now.ranks[shown].tolist() if rank in self.devices),
+            devices=tuple(self.devices[rank] for rank in ranks if rank in self.devices),
         )
 
     def close(self) -> None:

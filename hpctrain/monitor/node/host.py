@@ -104,11 +104,8 @@ def cpu_counters() -> dict[str, float]:
     if not lines:
         return {}
     fields = [int(field) / TICK for field in lines[0].split()[1:9]]
-    hot = sum(
-        int(text)
-        for file in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/thermal_throttle/core_throttle_count")
-        if (text := read_text(file))
-    )
+    counts = Path("/sys/devices/system/cpu").glob("cpu[0-9]*/thermal_throttle/core_throttle_count")
+    hot = sum(int(read_text(file) or 0) for file in counts)
     return {"cpu_s": sum(fields), "steal_s": fields[7], "hot": float(hot)}
 
 
