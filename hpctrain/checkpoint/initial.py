@@ -139,10 +139,13 @@ def with_adapters(old_names: Mapping[str, str], wanted: Iterable[str]) -> dict[s
         old_names: names in the source, by name.
         wanted: names of the model.
     """
-    plain = {name: bare for name in wanted if name not in old_names and (bare := without_adapters(name)) in old_names}
-    used = set(plain.values())
-    rest = {name: old for name, old in old_names.items() if name not in used}
-    return rest | {name: old_names[bare] for name, bare in plain.items()}
+    found = dict(old_names)
+    for name in wanted:
+        plain = without_adapters(name)
+        if name not in old_names and plain in old_names:
+            found[name] = old_names[plain]
+            found.pop(plain, None)
+    return found
 
 
 def with_weights(path: str, use: Callable[[Weights, str], T], group: Group) -> T:

@@ -106,13 +106,15 @@ def require_meant(
             f"(it has {listed(list(found))}; the model has {listed(list(wanted))})",
             f"{hint or 'map names by checkpoint.init_rename'}, or set checkpoint.init_from to weights of this model",
         )
-    left = [
-        (kind, [name for name in names if not any(fnmatchcase(name, pattern) for pattern in source.missing)])
-        for kind, names in (("are missing", match.missing), ("have another shape", match.reshaped))
-    ]
-    problems = [f"{len(names)} {kind} ({listed(names)})" for kind, names in left if names]
+    problems: list[str] = []
+    left: list[str] = []
+    for kind, names in (("are missing", match.missing), ("have another shape", match.reshaped)):
+        unmeant = [name for name in names if not any(fnmatchcase(name, pattern) for pattern in source.missing)]
+        if unmeant:
+            problems.append(f"{len(unmeant)} {kind} ({listed(unmeant)})")
+            left += unmeant
     if problems:
-        patterns = guessed_patterns(name for _, names in left for name in names)
+        patterns = guessed_patterns(left)
         keep = f"if these are to keep their initial values, set checkpoint.init_missing: [{', '.join(patterns)}]"
         also = f"; not used: {listed(match.unexpected)}" if match.unexpected else ""
         fix = f"{hint}, or, {keep}" if hint else keep

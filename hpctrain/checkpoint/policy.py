@@ -81,13 +81,14 @@ def daly_s(stall_s: float, mtbf_s: float) -> float:
 
 def policy_of(config: CheckpointConfig, attempts: Sequence[Attempt] = ()) -> Policy:
     """The policy of a run file; ``interval: auto`` applies if no other rule is given. ``attempts`` are those so far."""
-    tier = policy_of_tier(config.tiers.run_dir.every_steps, config, attempts)
-    given = tier or config.every_steps or config.every_epochs or config.every_minutes
+    steps = config.tiers.run_dir.every_steps or config.every_steps
+    if config.interval == "auto" and not (steps or config.every_epochs or config.every_minutes):
+        steps = "auto"
     return Policy(
-        every_steps=tier.every_steps if tier else config.every_steps,
+        every_steps=None if steps == "auto" else steps,
         every_epochs=config.every_epochs,
         every_s=60 * config.every_minutes if config.every_minutes else None,
-        mtbf_s=tier.mtbf_s if tier else mtbf_s(config, attempts) if config.interval == "auto" and not given else None,
+        mtbf_s=mtbf_s(config, attempts) if steps == "auto" else None,
         overhead_budget=config.overhead_budget,
     )
 

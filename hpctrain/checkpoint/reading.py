@@ -283,11 +283,12 @@ class LoadCandidate:
         failed = [each for each in self.group.allgather(problem, f"read {self.folder.name}") if each]
         if not failed:
             return replace(view, arrays=HeldArrays(kept))
-        if damage := next((what for name, what, _ in failed if name == layout.DamagedCheckpoint.__name__), None):
-            raise layout.DamagedCheckpoint(damage)
-        final = next(((what, fix) for name, what, fix in failed if name != layout.UnreadableCheckpoint.__name__), None)
-        if final:
-            raise mine if mine and not isinstance(mine, layout.UnreadableCheckpoint) else UserError(*final)
+        for name, what, _ in failed:
+            if name == layout.DamagedCheckpoint.__name__:
+                raise layout.DamagedCheckpoint(what)
+        for name, what, fix in failed:
+            if name != layout.UnreadableCheckpoint.__name__:
+                raise mine if mine and not isinstance(mine, layout.UnreadableCheckpoint) else UserError(what, fix)
         view = self.shared()
         return replace(view, arrays=HeldArrays(use(view)))
 

@@ -88,7 +88,9 @@ class MemoryStore(SnapshotStore):
     def free_bytes(self, partial: Path) -> int:
         """Free space in bytes, also within the job's memory limit."""
         left, free = cgroups.memory_left(), super().free_bytes(partial)
-        return free if left is None else min(left // (2 if self.send else 1), free)
+        if left is None:
+            return free
+        return min(left // 2 if self.send else left, free)
 
     def image(self, plan: Skeleton, allocate: Callable[..., Bytes], number: int) -> ShardImage:
         # The node's ranks check at the same time, before any of them has allocated, so require room for all.

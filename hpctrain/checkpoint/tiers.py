@@ -126,11 +126,11 @@ class Tiers(CheckpointPlace):
         trained = self.attempts.info().get("trained") or 0 if self.world.rank == 0 else None
         trained = self.world.everyone.broadcast(trained, "find the attempt that trained last")
         found = survey(self.world, [tier.home for tier in self.tiers], trained)
-        self.lost = [
-            NotUsed(step_of(it.folder), f"{place[0]}: {it.lost}", it.folder)
-            for it in found
-            if it.lost and (place := self.place_of(it.folder))
-        ]
+        self.lost = []
+        for it in found:
+            place = self.place_of(it.folder)
+            if it.lost and place:
+                self.lost.append(NotUsed(step_of(it.folder), f"{place[0]}: {it.lost}", it.folder))
         self.snapshots = {it.folder: it for it in found if not it.lost}
         return list(self.snapshots)
 
@@ -157,15 +157,11 @@ class Tiers(CheckpointPlace):
         )
         if self.world.rank == 0 and self.homes and (self.tiers or self.attempts.info().get("trained")):
             self.attempts.update(trained=self.number)  # from now on, snapshots that older attempts complete are ignored
-        alone = {
-            tier.name: problem
-            for tier in self.tiers
-            if tier.name not in problems and (problem := tier.open(allocate, self.world))
-        }
-        return [
-            *(f"checkpoint.tiers.{name} is not used: {problem}" for name, problem in problems.items()),
-            *(f"checkpoint.tiers.{name} has no copies: {problem}" for name, problem in alone.items()),
-        ]
+        warnings = [f"checkpoint.tiers.{name} is not used: {problem}" for name, problem in problems.items()]
+        for tier in self.tiers:
+            if tier.name not in problems and (problem := tier.open(allocate, self.world)):
+                warnings.append(f"checkpoint.tiers.{tier.name} has no copies: {problem}")
+        return warnings
 
     def _problems(self, mine: Mapping[str, str | None]) -> dict[str, str]:
         """The problems of all nodes, by tier. Collective."""
@@ -196,12 +192,14 @@ class Tiers(CheckpointPlace):
 
     def snapshot(self, training: Training, contents: Contents, is_best: bool) -> None:
         step = training.state.step
-        if savers := [saver for tier in self.tiers if (saver := tier.due(step))]:
-            tensors, meta = contents.now(training, is_best)
-            if self.world.nodes > 1:  # each node stores rank 0's
-                meta = self.world.everyone.broadcast(meta, "share a snapshot's meta")
-            for saver in savers:
-                saver.begin(tensors, step, meta, training.framework.host.synchronize)
+        savers = list(filter(None, [tier.due(step) for tier in self.tiers]))
+        if not savers:
+            return
+        tensors, meta = contents.now(training, is_best)
+        if self.world.nodes > 1:  # each node stores rank 0's
+            meta = self.world.everyone.broadcast(meta, "share a snapshot's meta")
+        for saver in savers:
+            saver.begin(tensors, step, meta, training.framework.host.synchronize)
 
     def finish(self, step: int, folder: Path, wait_s: float) -> tuple[()]:
         """Remove all snapshots, after the run folder has the newest state."""
@@ -237,11 +235,14 @@ def open_tiers(
     before = attempts.all() if world.rank == 0 else []
     places = (("memory", MemoryStore, memory, shared_memory.FOLDER), ("scratch", SnapshotStore, scratch, None))
     for name, kind, tier, default in places if run else ():
-        if place := tier.path or default:
-            homes.append(home := Path(os.path.expandvars(place)) / run)
-            if policy := policy_of_tier(tier.every_steps, config, before):
-                folder = home / f"{ATTEMPT}{number:06d}"
-                store = kind(folder, Retention(1), world.everyone, fence, world.data, world.tensor, world.local)
-                tiers.append(Tier(name, policy, home, store, tier.copies))
+        place = tier.path or default
+        if not place:
+            continue
+        home = Path(os.path.expandvars(place)) / run
+        homes.append(home)
+        if policy := policy_of_tier(tier.every_steps, config, before):
+            folder = home / f"{ATTEMPT}{number:06d}"
+            store = kind(folder, Retention(1), world.everyone, fence, world.data, world.tensor, world.local)
+            tiers.append(Tier(name, policy, home, store, tier.copies))
     firsts = world.everyone.split("nodes' first ranks", world.local_rank) if tiers else Group("alone")
     return Tiers(tiers, world, attempts, number, homes, firsts)

@@ -28,25 +28,34 @@ def share_of(
     Raises:
         UserError: names or types cannot be stored (the same on all ranks).
     """
-    specs = [spec_of(it, peers) for it in tensors]
-    at = {placement: [i for i, it in enumerate(tensors) if it.placement is placement] for placement in Placement}
-    cut = [(i, specs[i], tensors[i].cut) for i in at[Placement.CUT]]
-    parts = {spec.name: spec for _, spec, _ in cut}  # a rank may hold several parts of a tensor
-    check_tensors([*parts.values(), *(specs[i] for i, it in enumerate(tensors) if it.placement is not Placement.CUT)])
+    placed: dict[Placement, list[tuple[int, TensorSpec]]] = {placement: [] for placement in Placement}
+    parts: dict[str, TensorSpec] = {}  # a rank may hold several parts of a tensor
+    others: list[TensorSpec] = []
+    total_bytes = 0
+    for index, tensor in enumerate(tensors):
+        spec = spec_of(tensor, peers)
+        placed[tensor.placement].append((index, spec))
+        total_bytes += bytes_everywhere(tensor, spec, group, peers)
+        if tensor.placement is Placement.CUT:
+            parts[spec.name] = spec
+        else:
+            others.append(spec)
+    check_tensors([*parts.values(), *others])
 
     pieces: list[tuple[int, TensorPiece]] = []
     if group.rank in writers:
-        replicated = {specs[i].name: i for i in at[Placement.REPLICATED]}
-        mine = partition([specs[i] for i in replicated.values()], len(writers))[writers.index(group.rank)]
-        pieces += [(replicated[piece.tensor.name], piece) for piece in mine]
-    pieces += pieces_of_cut(cut)
+        replicated = placed[Placement.REPLICATED]
+        index_of = {spec.name: index for index, spec in replicated}
+        mine = partition([spec for _, spec in replicated], len(writers))[writers.index(group.rank)]
+        pieces += [(index_of[piece.tensor.name], piece) for piece in mine]
+    pieces += pieces_of_cut([(index, spec, tensors[index].cut) for index, spec in placed[Placement.CUT]])
     if copies.rank == 0:
-        pieces += [(i, whole(specs[i])) for i in at[Placement.RANK]]
+        pieces += [(index, whole(spec)) for index, spec in placed[Placement.RANK]]
     if group.rank == 0:
-        pieces += [(i, whole(specs[i])) for i in at[Placement.FIRST]]
+        pieces += [(index, whole(spec)) for index, spec in placed[Placement.FIRST]]
 
-    tiled = [(i, tile) for i, piece in pieces for tile in tiles_of(tensors[i], piece)]
-    return tiled, sum(bytes_everywhere(it, spec, group, peers) for it, spec in zip(tensors, specs, strict=True))
+    tiled = [(index, tile) for index, piece in pieces for tile in tiles_of(tensors[index], piece)]
+    return tiled, total_bytes
 
 
 def spec_of(tensor: StateTensor, peers: Group) -> TensorSpec:
@@ -83,9 +92,9 @@ def pieces_of_cut(tensors: Sequence[tuple[int, TensorSpec, Cut | None]]) -> list
     for (copy, copies, _), same in held_by.items():
         place_of = {id(spec): (index, cut) for index, spec, cut in same}  # several may have one name
         for piece in partition([spec for _, spec, _ in same], copies)[copy]:
-            index, where = place_of[id(piece.tensor)]
-            tensor = replace(piece.tensor, shape=where.shape)
-            begin = tuple(map(int.__add__, piece.box.begin, where.begin))
+            index, cut = place_of[id(piece.tensor)]
+            tensor = replace(piece.tensor, shape=cut.shape)
+            begin = tuple(map(int.__add__, piece.box.begin, cut.begin))
             pieces.append((index, TensorPiece(tensor, Box(begin, piece.shape))))
     return pieces
 
