@@ -124,11 +124,11 @@ class ArrayDataset:
         return len(next(iter(self.arrays.values())))
 
     def read(self, indices: Ints) -> Samples:
-        rows = {name: array.take(indices, axis=0) for name, array in self.arrays.items()}
-        return {
-            name: ragged_rows([np.array(item) for item in row]) if row.dtype == object else row
-            for name, row in rows.items()
-        }
+        found = {}
+        for name, array in self.arrays.items():
+            rows = array.take(indices, axis=0)
+            found[name] = ragged_rows(list(map(np.array, rows))) if rows.dtype == object else rows
+        return found
 
     def fingerprint(self) -> str:
         return content_fingerprint(self)

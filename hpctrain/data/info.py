@@ -62,7 +62,9 @@ def common_notes(paths: Sequence[Path | str]) -> dict[str, Any]:
 def layout(files: list[Dataset] | Any, name: str) -> str:
     """The storage layout of an array: that of all HDF5 files, ``mixed`` if they differ, ``table`` if there are none."""
     layouts = {file.readers[name].layout for file in files if isinstance(file, Hdf5Dataset)}
-    return layouts.pop() if len(layouts) == 1 else "mixed" if layouts else "table"
+    if not layouts:
+        return "table"
+    return layouts.pop() if len(layouts) == 1 else "mixed"
 
 
 def speed(dataset: Dataset, indices: Callable[[int, int], Ints], seconds: float, sample_bytes: int) -> dict[str, float]:

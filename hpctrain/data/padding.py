@@ -52,13 +52,11 @@ def pad(
         )
     shapes = {name: padded_shape(name, samples, multiple_of, length) for name in fields}
     values = value if isinstance(value, Mapping) else dict.fromkeys(fields, value)
-    rows = [
-        {
-            name: padded(np.asarray(array), shapes[name], values.get(name, 0)) if name in shapes else np.asarray(array)
-            for name, array in sample.items()
-        }
-        for sample in samples
-    ]
+    rows = []
+    for sample in samples:
+        row = {name: np.asarray(array) for name, array in sample.items()}
+        row |= {name: padded(row[name], shape, values.get(name, 0)) for name, shape in shapes.items()}
+        rows.append(row)
     batch = stack(rows, range(len(rows)), "pad, counting in the batch,")
     if mask is not None:
         lengths = np.array([len(sample[fields[0]]) for sample in samples])

@@ -44,8 +44,9 @@ class Recipe:
 def grouped(numbers: Ints) -> Iterator[tuple[int, Ints]]:
     """Each distinct number with the indices at which it occurs, in ascending order."""
     order = np.argsort(numbers, kind="stable")
-    for places in np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1) if len(numbers) else ():
-        yield int(numbers[places[0]]), places
+    for places in np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1):
+        if len(places):
+            yield int(numbers[places[0]]), places
 
 
 def make_batch(dataset: Dataset, recipe: Recipe, drawn: Drawn) -> Samples:
@@ -54,9 +55,11 @@ def make_batch(dataset: Dataset, recipe: Recipe, drawn: Drawn) -> Samples:
     Raises:
         UserError: transform or collate failed, or samples to stack differ in shape or dtype; names the sample.
     """
-    arrays = read_exclusively(dataset, drawn.ids, lambda: seeds_of(drawn, recipe.seed)) if len(drawn.ids) else {}
+    if not len(drawn.ids):
+        return {}
+    arrays = read_exclusively(dataset, drawn.ids, lambda: seeds_of(drawn, recipe.seed))
     is_ragged = any(array.dtype == object for array in arrays.values())
-    if not arrays or not (recipe.transform or recipe.collate or is_ragged):
+    if not (recipe.transform or recipe.collate or is_ragged):
         return arranged(arrays, recipe.names)
     samples: Iterable[Sample] = ({name: array[row] for name, array in arrays.items()} for row in range(len(drawn.ids)))
     return batch_of(samples, recipe, drawn)
@@ -71,8 +74,8 @@ def seeds_of(drawn: Drawn, seed: int) -> Ints:
 
 def batch_of(samples: Iterable[Sample], recipe: Recipe, drawn: Drawn) -> Samples:
     """One batch of samples that were already read; see ``make_batch``."""
-    first = (int(each[0]) for each in (drawn.ids, drawn.repeats))
-    generator = keyed_generator(recipe.seed, drawn.epoch, RandomStream.RECIPE, *first)
+    first, repeat = int(drawn.ids[0]), int(drawn.repeats[0])
+    generator = keyed_generator(recipe.seed, drawn.epoch, RandomStream.RECIPE, first, repeat)
     with seeded(generator) if recipe.draws else nullcontext():
         return arranged(mixed(samples, recipe, drawn), recipe.names)
 

@@ -116,13 +116,12 @@ class Entry:
 
 def entries_of(metrics: Mapping[str, Any]) -> dict[str, Entry]:
     """The metrics that keep state, by name."""
-    return {
-        name: Entry(f"metrics[{name!r}]", metric.metric, metric.select)
-        if isinstance(metric, Selected)
-        else Entry(f"metrics[{name!r}]", metric, second_array)
-        for name, metric in metrics.items()
-        if is_stateful(metric)
-    }
+    found = {}
+    for name, metric in metrics.items():
+        if is_stateful(metric):
+            own, select = (metric.metric, metric.select) if isinstance(metric, Selected) else (metric, second_array)
+            found[name] = Entry(f"metrics[{name!r}]", own, select)
+    return found
 
 
 class MetricMeter:
@@ -156,12 +155,13 @@ class MetricMeter:
 
     def _packed(self, state: MetricState) -> Arrays:
         """Concatenate the lists in the state to arrays and omit empty ones."""
-        parts = {name: value for name, value in state.items() if not isinstance(value, list) or value}
-        arrays = {
-            name: np.concatenate(list(map(np.atleast_1d, value))) if isinstance(value, list) else np.asarray(value)
-            for name, value in parts.items()
-        }
-        for name, array in arrays.items():
+        arrays = {}
+        for name, value in state.items():
+            if isinstance(value, list):
+                if not value:
+                    continue
+                value = np.concatenate(list(map(np.atleast_1d, value)))
+            array = arrays[name] = np.asarray(value)
             if array.dtype.kind not in "biufc":
                 fix = "keep arrays of numbers, or lists of them"
                 raise UserError(f"its state {name!r} has dtype {array.dtype}", fix)

@@ -93,9 +93,10 @@ Factor = Callable[[int], float]
 
 def sound_factors(factors: Factors, step: int) -> Factors:
     """Returns the factors; raises UserError unless they are finite numbers, since all weights would become NaN."""
-    each = [] if isinstance(factors, OwnRates) else factors if isinstance(factors, Sequence) else [factors]
+    if isinstance(factors, OwnRates):
+        return factors
     with contextlib.suppress(TypeError):
-        if all(map(math.isfinite, each)):
+        if all(map(math.isfinite, factors if isinstance(factors, Sequence) else [factors])):
             return factors
     raise UserError(f"the schedule gives {factors!r} after {step} updates", "return a finite number, or a list of them")
 

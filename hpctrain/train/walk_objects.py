@@ -59,10 +59,12 @@ def reached(
 
 def held_by(value: Any, home: str, attributes: Callable[[Any, bool], Iterable[str]], names: Mapping[int, str]) -> Held:
     """What a value holds directly; the object of a bound method has an empty name."""
-    if isinstance(value, (dict, list, tuple, deque)):
+    if isinstance(value, dict):
         if len(value) <= MOST_ITEMS:
-            keys = key_names(value, names) if isinstance(value, dict) else map(str, range(len(value)))
-            yield from zip(keys, value.values() if isinstance(value, dict) else value, strict=True)
+            yield from zip(key_names(value, names), value.values(), strict=True)
+    elif isinstance(value, (list, tuple, deque)):
+        if len(value) <= MOST_ITEMS:
+            yield from ((str(at), each) for at, each in enumerate(value))
     elif isinstance(value, functools.partial):
         yield from (("func", value.func), *((str(at), each) for at, each in enumerate(value.args)))
         yield from value.keywords.items()
@@ -72,21 +74,23 @@ def held_by(value: Any, home: str, attributes: Callable[[Any, bool], Iterable[st
         yield from held_by_function(value) if is_own(value, home) else ()
     elif not isinstance(value, (type, types.ModuleType)):
         yield from ((name, vars(value)[name]) for name in attributes(value, is_own(value, home)))
-        own = {
-            name: each
-            for kind in reversed(type(value).__mro__)
-            if is_own(kind, home)
-            for name, each in vars(kind).items()
-        }
-        yield from ((name, each) for name, each in own.items() if isinstance(each, types.FunctionType))
+        members: dict[str, Any] = {}
+        for kind in reversed(type(value).__mro__):
+            if is_own(kind, home):
+                members.update(vars(kind))
+        yield from ((name, each) for name, each in members.items() if isinstance(each, types.FunctionType))
 
 
 def key_names(keys: Iterable[Any], names: Mapping[int, str]) -> Iterator[str]:
     """Names dict keys: strings and ints as they are, objects (or their ids) by ``names``, others by position."""
     given: set[str] = set()
     for at, key in enumerate(keys):
-        plain = str(key if type(key) in (str, int) else at)
-        name = plain if type(key) is str else names.get(key if type(key) is int else id(key), plain)
+        if type(key) is str:
+            name = key
+        elif type(key) is int:
+            name = names.get(key, str(key))
+        else:
+            name = names.get(id(key), str(at))
         while name in given:
             name += "'"
         given.add(name)

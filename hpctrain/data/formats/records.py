@@ -215,7 +215,10 @@ class TarShard:
     def read(self, rows: list[int]) -> list[dict[str, Any]]:
         parts = [place for row in rows for place in self.samples[row][1].values()]
         contents = iter(self.file.read(parts))
-        return [{KEY: self.samples[row][0], **{name: next(contents) for name in self.samples[row][1]}} for row in rows]
+        found: list[dict[str, Any]] = []
+        for key, places in map(self.samples.__getitem__, rows):
+            found.append({KEY: key, **dict(zip(places, contents, strict=False))})
+        return found
 
     def plain(self, record: dict[str, Any]) -> Any:
         where = f"{self.path}: {record[KEY]}"

@@ -97,11 +97,14 @@ def assign(wanted: Columns | None, present: Sequence[str], where: str) -> Column
     missing = sorted(named - set(present) - {"*"})
     if missing:
         raise UserError(f"{where} has no column {missing[0]!r}", f"it has {', '.join(present)}: name some of them")
-    rest = tuple(column for column in present if column not in named)
-    return {
-        name: tuple(column for given in columns for column in (rest if given == "*" else (given,)))
-        for name, columns in wanted.items()
-    }
+    rest = [column for column in present if column not in named]
+    found = {}
+    for name, columns in wanted.items():
+        chosen: list[str] = []
+        for column in columns:
+            chosen += rest if column == "*" else [column]
+        found[name] = tuple(chosen)
+    return found
 
 
 def gather(assigned: Columns, columns: Mapping[str, Array], begin: int) -> Samples:
