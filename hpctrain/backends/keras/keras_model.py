@@ -110,17 +110,16 @@ def slots_of(optimizer: keras.optimizers.Optimizer, weights: Sequence[str]) -> l
     named = [(one, *slot_of(one.path, weights)) for one in optimizer.variables]
     count = Counter(slot for _, slot, weight in named if not weight)
     updated = optimizer._trainable_variables
-    kept = {
-        id(one): (name.strip("_"), flat(variable.path))
-        for name, value in vars(optimizer).items()
-        if isinstance(value, list) and len(value) == len(updated)
-        for one, variable in zip(value, updated, strict=True)
-        if isinstance(one, keras.Variable)
-    }
-    return [
-        (one, *kept[id(one)]) if not weight and count[slot] > 1 and id(one) in kept else (one, slot, weight)
-        for one, slot, weight in named
-    ]
+    kept: dict[int, tuple[str, str]] = {}
+    for name, value in vars(optimizer).items():
+        if isinstance(value, list) and len(value) == len(updated):
+            kept |= {id(one): (name.strip("_"), flat(weight.path)) for one, weight in zip(value, updated, strict=True)}
+    found = []
+    for one, slot, weight in named:
+        if not weight and count[slot] > 1:
+            slot, weight = kept.get(id(one), (slot, weight))
+        found.append((one, slot, weight))
+    return found
 
 
 def slot_of(path: str, weights: Sequence[str]) -> tuple[str, str]:

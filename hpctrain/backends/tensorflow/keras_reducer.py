@@ -365,9 +365,10 @@ class Pieces:
         known = [tf.cast(gradient, self.dtype) for gradient in gradients]
         for gradient, shape in zip(known, self.variable_shapes, strict=True):
             gradient.set_shape(shape)  # unknown to TensorFlow for Dense over three axes, for example
-        packed = [
-            known[group[0]] if len(group) == 1 else tf.stack([known[index] for index in group]) for group in self.groups
-        ]
+        packed = []
+        for group in self.groups:
+            members = [known[index] for index in group]
+            packed.append(members[0] if len(members) == 1 else tf.stack(members))
         return [*packed, tf.stack([tf.cast(slots.get(slot, 0.0), self.dtype) for slot in range(SLOTS)])]
 
     def unpack(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:

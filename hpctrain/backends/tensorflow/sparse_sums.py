@@ -28,15 +28,22 @@ class Gradients:
     def __init__(self, variables: Sequence[keras.Variable], tables: Sequence[keras.Variable], group: Group) -> None:
         ids = {id(variable) for variable in tables}
         self.is_table = [id(variable) in ids for variable in variables]
-        self.pieces = Pieces([one for one, is_table in zip(variables, self.is_table, strict=True) if not is_table])
-        self.rows_of = [one for one, is_table in zip(variables, self.is_table, strict=True) if is_table]
+        self.rows_of, others = self.parted(variables)
+        self.pieces = Pieces(others)
         self.tables = SparseTables(self.rows_of, group, exchanged_dtype(self.rows_of))
 
     def pack_with(self, gradients: Sequence[Any], slots: Mapping[int, Any]) -> list[tf.Tensor]:
         """See Pieces; a gradient of a table may be tf.IndexedSlices, dense, or None."""
-        pairs = list(zip(self.is_table, gradients, strict=True))
-        rows = self.tables.pack([gradient for is_table, gradient in pairs if is_table])
-        return [*rows, *self.pieces.pack_with([gradient for is_table, gradient in pairs if not is_table], slots)]
+        of_tables, others = self.parted(gradients)
+        return [*self.tables.pack(of_tables), *self.pieces.pack_with(others, slots)]
+
+    def parted(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Splits one value for each variable into those of tables and all others."""
+        of_tables: list[Any] = []
+        others: list[Any] = []
+        for value, is_table in zip(values, self.is_table, strict=True):
+            (of_tables if is_table else others).append(value)
+        return of_tables, others
 
     def apart(self, tensors: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Splits tensors into rows and pieces."""
@@ -135,9 +142,9 @@ class SparseTables:
 
     def scaled(self, packed: Sequence[tf.Tensor], factor: tf.Tensor) -> list[tf.Tensor]:
         """Multiplies rows by a scalar; 0 times anything, even NaN, is 0."""
-        factor = tf.cast(factor, self.dtype)
-        pairs = zip(packed[::2], packed[1::2], strict=True)
-        return [part for indices, values in pairs for part in (indices, tf.math.multiply_no_nan(values, factor))]
+        found, factor = list(packed), tf.cast(factor, self.dtype)
+        found[1::2] = [tf.math.multiply_no_nan(values, factor) for values in packed[1::2]]
+        return found
 
     def square(self, packed: Sequence[tf.Tensor]) -> tf.Tensor:
         """Squared L2 norm."""
@@ -159,8 +166,8 @@ class SparseTables:
 
     def _sum(self, *packed: Array) -> list[Array]:
         assert self.rows is not None, "only traced where ranks exchange"
-        given = [SparseRows(indices, values) for indices, values in zip(packed[::2], packed[1::2], strict=True)]
-        return [part for rows in self.rows.sum(given) for part in (rows.indices, rows.values)]
+        sums = self.rows.sum(list(map(SparseRows, packed[::2], packed[1::2])))
+        return [part for rows in sums for part in (rows.indices, rows.values)]
 
 
 SMALLEST = 2**18

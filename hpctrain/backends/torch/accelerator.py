@@ -41,7 +41,9 @@ def available() -> list[torch.device]:
 def vendor() -> str:
     """For whose devices this PyTorch was built: NVIDIA, AMD or Intel; empty for CPUs."""
     kind = built_for()
-    return "AMD" if torch.version.hip else KINDS.get(kind.type, "") if kind is not None else ""
+    if torch.version.hip:
+        return "AMD"
+    return "" if kind is None else KINDS.get(kind.type, "")
 
 
 def require_usable(gpus: Sequence[Gpu]) -> None:

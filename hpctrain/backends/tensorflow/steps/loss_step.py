@@ -95,8 +95,7 @@ class KerasUpdate:
             square = tf.cast(self.packing.tables.square(rows), slots.dtype)
             slots += square * tf.one_hot(SQUARE, SLOTS, dtype=slots.dtype)
         end = time_after([*sums, *rows, slots]) if meets else first[0]
-        plain = not judge.rule.needs_norm and self.passes.weighted is False
-        if plain:
+        if not judge.rule.needs_norm and self.passes.weighted is False:
             finite, factor = tf.reduce_all(tf.math.is_finite(slots)), None
         else:
             exact, clip_norm = tf.cast(slots, tf.float64), judge.rule.clip_norm
@@ -105,9 +104,8 @@ class KerasUpdate:
         with tf.control_dependencies([*sums, *rows]):
             if judge.rule.loss_scale is None:
                 with tf.control_dependencies([judge.finite.assign(finite, read_value=False)]):
-                    goes_on = tf.raw_ops.Assert(
-                        condition=finite, data=[finite]
-                    )  # unlike tf.cond, it costs next to nothing
+                    # Unlike tf.cond, it costs next to nothing.
+                    goes_on = tf.raw_ops.Assert(condition=finite, data=[finite])
                 with tf.control_dependencies([goes_on]):
                     done = self._update(rows, sums, factor)
             else:
@@ -182,10 +180,10 @@ class LossProgram:
                     values = self.steps.complete(self._gradients(batches, global_samples), scale)
                 self.judge.read(values, self.steps.timed)
         except (tf.errors.OpError, NotFinite) as error:
-            if isinstance(error, NotFinite) or not self.judge.finite.numpy():
-                own = [np.isfinite(np.asarray(piece)).all() for piece in self._gradients(batches, global_samples)]
-                raise ranks_at_fault(NotFinite(), self.context.world.data, bool(all(own)), LOSS_OR_GRADIENT) from error
-            raise
+            if self.judge.finite.numpy() and not isinstance(error, NotFinite):
+                raise
+            own = all(np.isfinite(np.asarray(piece)).all() for piece in self._gradients(batches, global_samples))
+            raise ranks_at_fault(NotFinite(), self.context.world.data, own, LOSS_OR_GRADIENT) from error
         self.clock.mark(Phase.OPTIMIZER)
         loss, weight = self.judge.own
         return UpdateResult((loss * global_samples, weight * global_samples), self.judge.norm)

@@ -225,8 +225,10 @@ class KerasModule(KerasPart):
 
 def outermost(layer: keras.Layer) -> list[keras.Layer]:
     """The layers of a model, each once: those of models inside it, but none inside another layer."""
-    found = [inner for one in layer._layers for inner in (outermost(one) if isinstance(one, keras.Model) else [one])]
-    return list({id(one): one for one in found}.values())
+    found: dict[int, keras.Layer] = {}
+    for one in layer._layers:
+        found |= {id(inner): inner for inner in (outermost(one) if isinstance(one, keras.Model) else [one])}
+    return list(found.values())
 
 
 def rename(module: Module, state: dict[str, Any], prefix: str, *ignored: Any) -> None:

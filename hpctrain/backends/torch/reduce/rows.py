@@ -33,13 +33,14 @@ class GroupRows:
 
     def sum(self, given: Sequence[TensorRows]) -> list[TensorRows]:
         """The sums by table; includes all rows that any rank passed. Raises RunFailed if a rank does not arrive."""
-        counts = self.peers.group.gather(np.array([len(indices) for indices, _ in given], np.int64), WHAT)
-        return [
-            self._of_rows(rows, counts[:, index].tolist())
-            if rows_are_fewer(int(counts[:, index].sum()), *self.tables[index], self.dtype.itemsize)
-            else self._of_table(rows, *self.tables[index])
-            for index, rows in enumerate(given)
-        ]
+        everyones = self.peers.group.gather(np.array([len(indices) for indices, _ in given], np.int64), WHAT)
+        sums = []
+        for rows, (length, columns), counts in zip(given, self.tables, everyones.T.tolist(), strict=True):
+            if rows_are_fewer(sum(counts), length, columns, self.dtype.itemsize):
+                sums.append(self._of_rows(rows, counts))
+            else:
+                sums.append(self._of_table(rows, length, columns))
+        return sums
 
     def _of_rows(self, rows: TensorRows, counts: list[int]) -> TensorRows:
         indices, values = rows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -81,9 +80,8 @@ def joined(optimizer: Any) -> Any:
     if wrong or not optimizer:
         problem = f"holds {wrong[0]}, which is not a torch.optim.Optimizer" if wrong else "is an empty list"
         raise UserError(f"optimizer of the task {problem}", "give a list of objects: [SparseAdam(...), Adam(...)]")
-    own = ({id(one) for group in each.param_groups for one in group["params"]} for each in optimizer)
-    updated = Counter(place for places in own for place in places)
-    if max(updated.values(), default=0) > 1:
+    own = [{id(one) for group in each.param_groups for one in group["params"]} for each in optimizer]
+    if sum(map(len, own)) > len(set().union(*own)):
         problem = "some parameters appear in more than one"
         raise UserError(f"the optimizers of the task cannot be combined: {problem}", "give each parameter to one")
     return Together(optimizer)
@@ -121,8 +119,9 @@ class Slots:
             is_saved: whether ``shape`` is the saved one.
         """
         slices = self.slices.get(id(parameter))
-        whole = None if slices is None else slices.whole if is_saved else tuple(parameter.shape)
-        return slices if shape == whole else None
+        if slices is None:
+            return None
+        return slices if shape == (slices.whole if is_saved else tuple(parameter.shape)) else None
 
     def placed(self, tensor: StateTensor, parameter: Tensor) -> Sequence[StateTensor]:
         """A slot as this rank saves it; empty if another rank saves it.
@@ -321,13 +320,9 @@ def refuse_foreign_state(optimizer: Optimizer) -> None:
 
 def of_part(slots: Mapping[str, str], part: OptimizerPart, parts: Sequence[OptimizerPart]) -> dict[str, str]:
     """Saved names of a parameter's slots that belong to one optimizer, by slot name."""
-    others = [other.prefix for other in parts if len(other.prefix) > len(part.prefix)]
-    mine = {name: key for name, key in slots.items() if name.startswith(part.prefix)}
-    return {
-        name.removeprefix(part.prefix): key
-        for name, key in mine.items()
-        if not any(name.startswith(prefix) for prefix in others)
-    }
+    inner = tuple(other.prefix for other in parts if len(other.prefix) > len(part.prefix))
+    own = [name for name in slots if name.startswith(part.prefix) and not name.startswith(inner)]
+    return {name.removeprefix(part.prefix): slots[name] for name in own}
 
 
 def put_slots(

@@ -118,8 +118,11 @@ def memory_of(value: Any) -> int:
 
 def shared_buffers(model: Module) -> dict[str, torch.Tensor]:
     """Saved buffers that share memory with plain attributes, so that what is loaded into one changes the other."""
-    held = [value for module in model.modules() for value in vars(module).values()]
-    places = {memory_of(one) for each in held for one in (each if isinstance(each, (list, tuple)) else [each])} - {0}
+    places: set[int] = set()
+    for module in model.modules():
+        for value in vars(module).values():
+            places.update(map(memory_of, value if isinstance(value, (list, tuple)) else [value]))
+    places.discard(0)
     return {name: buffer for name, buffer in saved_buffers(model) if memory_of(buffer) in places}
 
 

@@ -187,12 +187,8 @@ def footprints(
     of_plans = [
         (pipeline, tensor, shard, model)
         for tensor, whole in estimates.items()
-        for pipeline, shard, model in (
-            (1, "none", whole),
-            *((1, shard, model) for shard, model in whole.shards.items()),
-            *((pipeline, "none", model) for pipeline, model in whole.stages.items()),
-            *((pipeline, *one) for pipeline, model in whole.stages.items() for one in model.shards.items()),
-        )
+        for pipeline, stage in {1: whole, **whole.stages}.items()
+        for shard, model in {"none": stage, **stage.shards}.items()
     ]
     found: list[Footprint] = []
     for pipeline, tensor, shard, model in sorted(of_plans, key=lambda one: one[:2]):
@@ -201,17 +197,17 @@ def footprints(
         stages = chunks if pipeline > 1 else 1
         found.append(
             Footprint(
-                ParallelLayout(tensor, ranks // (tensor * pipeline), shard, pipeline, stages),
-                program,
-                model.parameters + model.copies - freed,
-                model.gradients,
-                model.optimizer,
-                model.averages,
-                max(0, kept - model.late_gradients),
-                -(-model.checkpoint // ranks),
-                model.checkpoint,
-                bubble(pipeline, micro_batches, stages),
-                model.offloaded,
+                plan=ParallelLayout(tensor, ranks // (tensor * pipeline), shard, pipeline, stages),
+                program=program,
+                parameters=model.parameters + model.copies - freed,
+                gradients=model.gradients,
+                optimizer=model.optimizer,
+                averages=model.averages,
+                activations=max(0, kept - model.late_gradients),
+                staging=-(-model.checkpoint // ranks),
+                checkpoint=model.checkpoint,
+                bubble=bubble(pipeline, micro_batches, stages),
+                offloaded=model.offloaded,
             )
         )
     return found

@@ -66,8 +66,12 @@ def is_elementwise(optimizer: Optimizer) -> bool | None:
     ``elementwise``.
     """
     own = getattr(optimizer, "elementwise", None)
+    if own is not None:
+        return bool(own)
     steps = next(kind for kind in type(optimizer).__mro__ if "step" in vars(kind))
-    return bool(own) if own is not None else True if steps in ELEMENTWISE else False if steps in SEPARATE else None
+    if steps in ELEMENTWISE:
+        return True
+    return False if steps in SEPARATE else None
 
 
 def require_elementwise(optimizer: Optimizer, parameter: Tensor, name: str) -> None:

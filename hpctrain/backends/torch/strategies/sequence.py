@@ -121,21 +121,31 @@ def counts_rows(module: Module) -> bool:
 
 
 def require_rows(block: RowBlock) -> None:
-    """Raises UserError if ranks would have different gradients of a parameter, or parts of a layer's outputs, or if a
-    module would compute something else with rows. A norm of another width is one of heads, in split layers."""
+    """Raises UserError if a block cannot compute in rows."""
+    odd = not_of_rows(block)
+    if odd is not None:
+        what = f"parallel.sequence is true, and {odd} of a {type(block.module).__name__} works on rows or gathers them"
+        raise UserError(what, BLOCKS)
+
+
+def not_of_rows(block: RowBlock) -> str | None:
+    """Names a parameter whose gradients would differ between ranks, a layer of whose outputs they would have parts, or
+    a module that would compute something else with rows. A norm of another width is one of heads, in split layers."""
     columns = [one.layer for one in block.layers if one.word.kind == "columns"]
     widths = {layer.in_features for layer in columns if isinstance(layer, Linear)}
     known = {id(one) for norm in block.norms for one in norm.parameters() if one.numel() in widths}
     layers = [*(one.layer for one in block.layers), *block.adapters]
     known |= {id(parameter) for layer in layers for parameter in layer.parameters()}
-    odd = next((name for name, one in block.module.named_parameters() if id(one) not in known), None)
-    odd = odd or next((one.name for one in block.layers if one.word.gathers or one.word.classes), None)
-    odd = odd or next(
-        (name for name, one in block.module.named_modules() if counts_rows(one) and one not in block.norms), None
-    )
-    if odd is not None:
-        what = f"parallel.sequence is true, and {odd} of a {type(block.module).__name__} works on rows or gathers them"
-        raise UserError(what, BLOCKS)
+    for name, parameter in block.module.named_parameters():
+        if id(parameter) not in known:
+            return name
+    for one in block.layers:
+        if one.word.gathers or one.word.classes:
+            return one.name
+    for name, module in block.module.named_modules():
+        if counts_rows(module) and module not in block.norms:
+            return name
+    return None
 
 
 @dataclass(frozen=True)

@@ -81,13 +81,10 @@ def shard(pairs: Pairs, traits: ParameterTraits, group: Group) -> Sharded:
 def shared_out(pairs: Pairs, traits: ParameterTraits, ranks: int) -> tuple[Layout, Shares]:
     """The layout of parameters in the flat buffer, and each rank's share of it; see ``shard``."""
     layout = plan([as_real(parameter).numel() for _, parameter in pairs], None, SLOTS)
-    weighed = [
-        ShardedParameter(
-            rows=len(parameter) if id(parameter) in traits.by_rows and has_rows(parameter) else 1,
-            num_bytes=parameter.nbytes if id(parameter) in traits.updated else 0,
-        )
-        for _, parameter in pairs
-    ]
+    weighed = []
+    for _, parameter in pairs:
+        rows = len(parameter) if id(parameter) in traits.by_rows and has_rows(parameter) else 1
+        weighed.append(ShardedParameter(rows, parameter.nbytes if id(parameter) in traits.updated else 0))
     return layout, share_out(layout, weighed, ranks)
 
 
@@ -256,9 +253,10 @@ def shard_rows(opening: Opening, traits: ParameterTraits, prepared: Prepared) ->
         for rows in sharded.parts:
             whole = sharded.pairs[rows.piece.parameter][1]
             mine[id(whole)] = rows
-            name, is_all = names[id(whole)], rows.piece.rows == 1
-            ends = (0, len(whole) if whole.ndim else 1) if is_all else (rows.piece.begin, rows.piece.end)
-            slices[id(rows.parameter)] = partition.rows(name, tuple(whole.shape), *ends)
+            name, begin, end = names[id(whole)], rows.piece.begin, rows.piece.end
+            if rows.piece.rows == 1:  # it has one owner
+                begin, end = 0, len(whole) if whole.ndim else 1
+            slices[id(rows.parameter)] = partition.rows(name, tuple(whole.shape), begin, end)
             own_names[id(rows.parameter)] = name
     shard_optimizers(opening.optimizers, mine)
     config, norm = opening.config.reduce, needs_norm(opening, partition)

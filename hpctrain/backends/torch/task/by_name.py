@@ -36,14 +36,17 @@ def of_target(function: Callable[..., Tensor], target: str, outputs: Tensor, bat
 
 def of_classes(sum_of: functools.partial[Tensor], target: str, outputs: Tensor, batch: Mapping[str, Tensor]) -> Any:
     """Applies the sum of a loss of classes to a batch; returns it and the weight by which torch's mean divides it."""
-    classes, weights = batch[target], sum_of.keywords.get("weight")
+    classes, options = batch[target], sum_of.keywords
+    weights = options.get("weight")
     if weights is not None and weights.device != outputs.device:  # in the first call
-        sum_of.keywords["weight"] = weights.to(outputs.device)
+        weights = options["weight"] = weights.to(outputs.device)
     total = sum_of(outputs.float() if outputs.dtype == torch.float16 else outputs, classes)  # sums exceed 16 bits
     if classes.is_floating_point():  # probabilities
         return total, classes.numel() / classes.shape[1]
-    counts, of_class = classes != sum_of.keywords.get("ignore_index", -100), sum_of.keywords.get("weight")
-    return total, (counts if of_class is None else of_class[classes * counts] * counts).sum()
+    counts = classes != options.get("ignore_index", -100)
+    if weights is not None:
+        counts = weights[classes * counts] * counts
+    return total, counts.sum()
 
 
 def as_loss(given: Any, fields: Sequence[str]) -> Any:
@@ -91,7 +94,9 @@ def make_optimizer(name: str, options: Mapping[str, Any], model: Any) -> optim.O
     """Makes an optimizer of all trained parameters; None if the model is not a module, which is reported elsewhere."""
     if not isinstance(model, nn.Module):
         return None
-    given = {("alpha" if (name, key) == ("rmsprop", "rho") else key): value for key, value in options.items()}
+    given = dict(options)
+    if name == "rmsprop" and "rho" in given:
+        given["alpha"] = given.pop("rho")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     (kind,) = (vars(optim)[each] for each in optim.__all__ if each.lower() == name)
     is_dense = not any(getattr(module, "sparse", False) for module in model.modules())

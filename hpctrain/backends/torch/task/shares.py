@@ -63,16 +63,12 @@ def shares_of(task: TorchTask, model: torch.nn.Module, parts: Sequence[Optimizer
         return {ONLY: Share(wanting)}
     owner: dict[int, str] = {}
     for name in task.optimizer:
-        groups = [
-            group
-            for part in parts
-            for group in part.optimizer.param_groups
-            if part.path == name or part.path.startswith(f"{name}.")
-        ]
+        own = [part.optimizer for part in parts if f"{part.path}.".startswith(f"{name}.")]
+        groups = [group for optimizer in own for group in optimizer.param_groups]
         for parameter in {id(each): each for group in groups for each in group["params"]}.values():
             other = owner.setdefault(id(parameter), name)
             if other != name:
-                shared = next(own for own, each in model.named_parameters() if each is parameter)
+                shared = next(path for path, each in model.named_parameters() if each is parameter)
                 raise UserError(
                     f"both optimizer[{other!r}] and optimizer[{name!r}] of the task update {shared}",
                     "give each parameter to one optimizer",
@@ -124,8 +120,9 @@ def sparse_parameters(model: Module, parts: Sequence[OptimizerPart], mode: str) 
 
 def of_sparse_adam(model: Module, parts: Sequence[OptimizerPart]) -> Iterator[str]:
     """Names of the parameters that SparseAdam updates."""
-    own = [part for part in parts if isinstance(part.optimizer, SparseAdam)]
-    return (name for name, one in model.named_parameters() if any(True for part in own for _ in holding(part, one)))
+    own = [part.optimizer for part in parts if isinstance(part.optimizer, SparseAdam)]
+    updated = {id(one) for optimizer in own for group in optimizer.param_groups for one in group["params"]}
+    return (name for name, one in model.named_parameters() if id(one) in updated)
 
 
 def holding(part: OptimizerPart, parameter: Parameter) -> Iterator[dict[str, Any]]:

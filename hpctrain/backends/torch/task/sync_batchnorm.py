@@ -42,10 +42,10 @@ def wants_joint_statistics(model: Module, configured: bool) -> bool:
 def joint_names(model: Module) -> frozenset[str]:
     """Names of the buffers that are then equal on all ranks: running statistics and their counters."""
     return frozenset(
-        f"{path}.{name}" if path else name
+        name
         for path, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, _BatchNorm)
-        for name, _ in module.named_buffers(recurse=False)
+        for name, _ in module.named_buffers(path, recurse=False)
     )
 
 

@@ -286,17 +286,12 @@ def module_state(root: Root, found: FoundState) -> list[TorchTensor]:
 
 def stateful_tensors(root: Root, found: FoundState, leaves: Leaves) -> list[StateTensor]:
     """State of objects with a ``state_dict``."""
-    return [
-        tensor
-        for path, holder in found.stateful.items()
-        for tensor in tree_tensors(
-            stateful_name(root, path, holder),
-            holder.state_dict(),
-            Placement.RANK if isinstance(holder, Generator) else root.placement,
-            leaves,
-            f"the state of {type(holder).__name__}",
-        )
-    ]
+    tensors: list[StateTensor] = []
+    for path, holder in found.stateful.items():
+        name, what = stateful_name(root, path, holder), f"the state of {type(holder).__name__}"
+        placement = Placement.RANK if isinstance(holder, Generator) else root.placement
+        tensors += tree_tensors(name, holder.state_dict(), placement, leaves, what)
+    return tensors
 
 
 def stateful_name(root: Root, path: str, holder: Any) -> str:

@@ -25,9 +25,10 @@ def estimate(feature: Feature, model: Estimated) -> MemoryEstimate:
     model.refuse({Feature.WHOLE_TENSORS: whole_tensors})
     every = model.parameters
     total = sum(one.nbytes for one in every)
-    held = sum(
-        part_of_rows(len(one), 0, model.rows)[1] / len(one) * one.nbytes if one.ndim else one.nbytes for one in every
-    )
+    held = 0.0
+    for one in every:
+        share = part_of_rows(len(one), 0, model.rows)[1] / len(one) if one.ndim else 1.0
+        held += share * one.nbytes
     layers = layers_of(model.framework.model, model.parallel.layers)
     compute = gathering(model.framework.model, model.framework.parts.compute)
     sizes = at_a_time(every, layers, compute, model.micro_batches, keeps)
@@ -52,7 +53,9 @@ def at_a_time(
     narrow = 1 if compute.low_precision is None else 2
     few = (total - sum(sizes[:-2])) // narrow
     trained = sum(one.numel() * max(one.itemsize, 4) for one in every if one.requires_grad)
-    return total // narrow if keeps else few, few, trained if micro_batches > 1 and not keeps else 0
+    if keeps:
+        return total // narrow, few, 0
+    return few, few, trained if micro_batches > 1 else 0
 
 
 def in_rows(

@@ -196,7 +196,7 @@ def shard_model(
         )
     if compute.allocates and any(parameter.is_meta for parameter in model.parameters()):
         # Of the root, so that FSDP2 notices that its own parameters have other memory, too.
-        root._apply(lambda it: torch.zeros_like(it, device=host if it.ndim else device) if it.is_meta else it)
+        root._apply(lambda one: torch.zeros_like(one, device=host if one.ndim else device) if one.is_meta else one)
     modules = [module for module in root.modules() if isinstance(module, FSDPModule)]
     for module in modules:
         module.set_gradient_divide_factor(1.0)  # losses are scaled to the global batch
@@ -248,12 +248,12 @@ def with_statistics(layer: Module, layers: Sequence[Module]) -> list[Module]:
     """Modules outside other layers that have parameters and floating-point buffers, such as BatchNorm, which compute
     with both in one dtype: their parameters are not gathered in 16 bits."""
     others = {id(module) for each in layers if each is not layer for module in each.modules()}
-    return [
-        module
-        for module in layer.modules()
-        if id(module) not in others and any(one is not None for one in module._parameters.values())
-        if any(one is not None and one.is_floating_point() for one in module._buffers.values())
-    ]
+
+    def has_both(module: Module) -> bool:
+        has_parameters = any(True for _ in module.parameters(recurse=False))
+        return has_parameters and any(one.is_floating_point() for one in module.buffers(recurse=False))
+
+    return [module for module in layer.modules() if id(module) not in others and has_both(module)]
 
 
 def free(modules: Sequence[FSDPModule], *ignored: Any) -> None:

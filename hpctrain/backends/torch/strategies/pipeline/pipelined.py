@@ -279,10 +279,10 @@ def captured(task: TorchTask, model: Module) -> str | None:
 
     others = {"loss": task.loss, "forward": task.forward}
     others |= {f"metrics[{name!r}]": metric for name, metric in task.metrics.items()}
-    return next(
-        (name for name, one in others.items() if any(id(at) in parts for _, at in reached(one, is_end, attributes))),
-        None,
-    )
+    for name, function in others.items():
+        if any(id(value) in parts for _, value in reached(function, is_end, attributes)):
+            return name
+    return None
 
 
 def pipeline_features(task: TorchTask, task_state: TaskState) -> dict[Feature, Any]:

@@ -49,8 +49,10 @@ def one_forward_one_backward(rank: int, ranks: int, micro_batches: int, chunks: 
     rounds = [range(micro_batches * one // count, micro_batches * (one + 1) // count) for one in range(count)]
     forward = [Pass(number, True, chunk) for own in rounds for chunk in range(chunks) for number in own]
     backward = [Pass(number, False, chunk) for own in rounds for chunk in reversed(range(chunks)) for number in own]
-    hops = ranks - 1 - rank
-    ahead = min(hops if chunks == 1 else 2 * hops + (chunks - 1) * max(map(len, rounds)), len(forward))
+    ahead = ranks - 1 - rank
+    if chunks > 1:
+        ahead = 2 * ahead + (chunks - 1) * max(map(len, rounds))
+    ahead = min(ahead, len(forward))
     alternating = itertools.chain(*zip(forward[ahead:], backward, strict=False))
     return [*forward[:ahead], *alternating, *backward[len(forward) - ahead :]]
 
@@ -101,14 +103,16 @@ def acts(rank: int, ranks: int, micro_batches: int, chunks: int, in_order: bool)
             ``ends`` makes them, so that none waits for another in a circle; else a rank receives when it needs to.
     """
     order = one_forward_one_backward(rank, ranks, micro_batches, chunks)
-    needed = [(before, each) for each in order if (before := source(rank, each, ranks, chunks)) is not None]
-    if not in_order:
-        receives = {each for _, each in needed}
-        return [(act, each) for each in order for act in Act if act is not Act.RECEIVE or each in receives]
-    times = ends(ranks, micro_batches, chunks)
-    made = {each: (times[other][before], other) for (other, before), each in needed}
-    coming = deque(sorted(made, key=made.__getitem__))
+    sources = {each: before for each in order if (before := source(rank, each, ranks, chunks))}
     found: list[tuple[Act, Pass]] = []
+    if not in_order:
+        for each in order:
+            found += [(Act.RECEIVE, each)] if each in sources else []
+            found += [(Act.COMPUTE, each), (Act.SEND, each)]
+        return found
+    times = ends(ranks, micro_batches, chunks)
+    made = {each: (times[other][before], other) for each, (other, before) in sources.items()}
+    coming = deque(sorted(made, key=made.__getitem__))
     for each in order:
         for act, moment in ((Act.COMPUTE, made.get(each, (0, 0))), (Act.SEND, (times[rank][each], rank))):
             while coming and made[coming[0]] <= moment:

@@ -235,11 +235,14 @@ def given_ranges(layers: Sequence[Layer], ranks: int, chunks: int) -> list[range
         keys = f"parallel.pipeline: {count}" + (" without parallel.pipeline_chunks" if chunks > 1 else "")
         fix = f"set {keys}, or return one list of all layers, which are divided by their times"
         raise UserError(f"{what}, and {asked_for(ranks, chunks)}", fix)
-    ranges = [range(given.index(stage), given.index(stage) + given.count(stage)) for stage in range(count)]
-    idle = next((at for at, own in enumerate(ranges) if not any(layers[number].is_trained for number in own)), None)
-    if idle is not None:
-        what = f"stage {idle}, as {FIELD} gives it, has no parameter to train"
-        raise UserError(what, "give each stage a layer with parameters to train")
+    ranges = []
+    for stage in range(count):
+        begin = given.index(stage)
+        own = range(begin, begin + given.count(stage))
+        if not any(layers[number].is_trained for number in own):
+            what = f"stage {stage}, as {FIELD} gives it, has no parameter to train"
+            raise UserError(what, "give each stage a layer with parameters to train")
+        ranges.append(own)
     return ranges
 
 
@@ -253,11 +256,12 @@ def users_of(model: Module, layers: Sequence[Layer]) -> dict[str, list[int]]:
 
 def holders_of(model: Module, layers: Sequence[Layer], ranges: Sequence[range]) -> dict[str, list[int]]:
     """Stages of each parameter and buffer that several stages use, by name."""
-    stages = {
-        name: [stage for stage, numbers in enumerate(ranges) if any(number in numbers for number in own)]
-        for name, own in users_of(model, layers).items()
-    }
-    return {name: found for name, found in stages.items() if len(found) > 1}
+    found = {}
+    for name, own in users_of(model, layers).items():
+        stages = [stage for stage, numbers in enumerate(ranges) if not set(own).isdisjoint(numbers)]
+        if len(stages) > 1:
+            found[name] = stages
+    return found
 
 
 def shared_buffer(model: Module, layers: Sequence[Layer], ranges: Sequence[range]) -> tuple[str, list[int]] | None:
