@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from hpctrain.comm.group import TIMEOUT_S, Group
 from hpctrain.comm.world import World
 
+Members = tuple[str, tuple[int, ...]]
+"""A group's name, and its members by their rank in the world."""
+
 
 class Call(NamedTuple):
-    """A collective that a rank has called."""
+    """A collective that a rank has called in a group."""
 
-    group: str
-    ranks: tuple[int, ...]
-    """Members of the group, by their rank in the world."""
     what: str
     array: str
     """Dtype and shape of its array; empty for other values."""
@@ -29,20 +29,24 @@ class Call(NamedTuple):
 class Calls:
     """The collectives of a rank, with the values that it gave."""
 
-    made: list[tuple[Call, Any]] = field(default_factory=list)
-    other: Calls | None = None
+    made: dict[Members, list[tuple[Call, Any]]] = field(default_factory=dict)
+    """By group, in order."""
+    first: Calls | None = None
     """Those of the rank that was imagined first."""
 
-    def of(self, group: tuple[str, tuple[int, ...]]) -> list[tuple[Call, Any]]:
-        """Those of one group, in order."""
-        return [one for one in self.made if one[0][:2] == group]
+    def of(self, members: Members) -> list[Call]:
+        """Those of one group, without values."""
+        return [call for call, _ in self.made.get(members, ())]
 
-    def add(self, call: Call, value: Any) -> Any:
+    def add(self, members: Members, call: Call, value: Any) -> Any:
         """Adds a call; returns the value that the first rank gave at this place, or this rank's if it has none."""
-        self.made.append((call, value))
-        theirs = self.other.of(call[:2]) if self.other else []
-        place = len(self.of(call[:2])) - 1
-        return theirs[place][1] if place < len(theirs) and theirs[place][0] == call else value
+        own = self.made.setdefault(members, [])
+        own.append((call, value))
+        theirs = self.first.made.get(members, []) if self.first else []
+        if len(own) > len(theirs):
+            return value
+        their_call, their_value = theirs[len(own) - 1]
+        return their_value if their_call == call else value
 
 
 class Imagined(Group):
@@ -85,7 +89,7 @@ class Imagined(Group):
 
     def _call(self, what: str, value: Any, array: NDArray[Any] | None = None) -> Any:
         described = "" if array is None else f"{array.dtype}{list(array.shape)}"
-        return self.calls.add(Call(self.name, self.ranks, what, described), value)
+        return self.calls.add((self.name, self.ranks), Call(what, described), value)
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ def imagine(rank: int, size: int, ranks_per_node: int, first: Calls | None = Non
 
     ``first`` are the collectives of a rank that was imagined before.
     """
-    everyone = Imagined("world", range(size), rank, Calls(other=first))
+    everyone = Imagined("world", range(size), rank, Calls(first=first))
     node, nodes = rank // ranks_per_node, -(-size // ranks_per_node)
     data = Imagined("data", everyone.ranks, rank, everyone.calls)
     local = everyone.split_by("local", lambda one: one // ranks_per_node)

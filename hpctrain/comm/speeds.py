@@ -87,13 +87,15 @@ def judge(speeds: Speeds) -> Iterator[Slow]:
     best: dict[str, float] = {}
     for one, other, gb in speeds.between:
         best |= {host: max(gb, best.get(host, 0.0)) for host in (one, other)}
-    slow = {host: why for host, gb in best.items() if (why := _too_slow(gb, _others(best, host), 0.0, "GB/s"))}
-    for host, why in slow.items():
-        yield Slow(f"{host} exchanges with other nodes at {why}", "exclude it, and tell the site", host)
+    slow: set[str] = set()
+    for host, gb in best.items():
+        if why := _too_slow(gb, _others(best, host), 0.0, "GB/s"):
+            slow.add(host)
+            yield Slow(f"{host} exchanges with other nodes at {why}", "exclude it, and tell the site", host)
     rates = {(one, other): gb for one, other, gb in speeds.between}
     for (one, other), gb in rates.items():
         why = _too_slow(gb, _others(rates, (one, other)), LEAST_BETWEEN * is_gpu, "GB/s")
-        if why and not {one, other} & set(slow):
+        if why and slow.isdisjoint((one, other)):
             yield Slow(
                 f"{one} and {other} exchange at {why}", "set NCCL_SOCKET_IFNAME or NCCL_IB_HCA, or tell the site"
             )

@@ -27,13 +27,14 @@ TRIED_SAMPLES = 32
 
 def first_batch(problem: Problem, world: World, most: int | None = None) -> Samples:
     """Returns this rank's first micro-batch, at most ``most`` samples; empty if the first batch has none for it."""
-    recipe, order, examples = problem.loading.recipe, problem.order, examples_of(problem.train, MOST_SAMPLES)
+    loading, order, examples = problem.loading, problem.order, examples_of(problem.train, MOST_SAMPLES)
     ids = order.batch_indices(0, 0) if isinstance(order, Order) else np.arange(order.global_batch)
     mine = ids[part_of(len(ids), world.data.rank, world.data.size)]
-    mine = mine[part_of(len(mine), 0, min(problem.loading.micro_batches, max(len(mine), 1)))][:most]
+    micro_batches = min(loading.micro_batches, max(len(mine), 1))
+    mine = mine[part_of(len(mine), 0, micro_batches)][:most]
     if isinstance(order, StreamOrder):
         mine = np.arange(min(len(mine), len(examples)))
-    return make_batch(examples, recipe, first_draw(mine))
+    return make_batch(examples, loading.recipe, first_draw(mine))
 
 
 def first_pair(problem: Problem, batch: Samples) -> Samples | None:
@@ -50,11 +51,11 @@ def first_pair(problem: Problem, batch: Samples) -> Samples | None:
 
 def first_validation(problem: Problem) -> list[Samples]:
     """Returns one batch from each validation set: its first samples, at most TRIED_SAMPLES, the same on all ranks."""
-    recipe, found = problem.loading.validation_recipe, []
+    loading, batches = problem.loading, []
     for dataset in problem.validation.values():
-        count = min(problem.loading.validation_batch, len(dataset), TRIED_SAMPLES)
-        found.append(make_batch(dataset, recipe, first_draw(np.arange(count))))
-    return [batch for batch in found if batch]
+        count = min(loading.validation_batch, len(dataset), TRIED_SAMPLES)
+        batches.append(make_batch(dataset, loading.validation_recipe, first_draw(np.arange(count))))
+    return list(filter(None, batches))
 
 
 def make_validation(problem: Problem, world: World, dataset: Dataset, place: Place) -> ValidationData:
@@ -94,11 +95,12 @@ class DataPosition(BaseHook):
         self.data, self.warn, self.has_warned = data, warn, False
 
     def after_step(self, training: Training, result: StepResult) -> None:
-        if (changed := getattr(self.data, "changed", "")) and not self.has_warned:
+        changed, digest = getattr(self.data, "changed", ""), getattr(self.data, "digest", "")
+        if changed and not self.has_warned:
             self.has_warned = True
             if training.world.rank == 0:
                 self.warn(changed)
-        if digest := getattr(self.data, "digest", ""):
+        if digest:
             found = training.world.everyone.allgather(digest, "compare a batch of their streams")
             if any(each != found[0] for each in found):
                 raise other_samples(found, training.state.step)

@@ -125,8 +125,8 @@ def opened(config: Config, world: World) -> Iterator[TorchFramework]:
 
 def require_same_calls(first: RankPlan, other: RankPlan) -> None:
     """Raises UserError if two ranks of a group do not call its collectives in the same order, on equal shapes."""
-    for group in dict.fromkeys(call[:2] for call, _ in first.calls.made):
-        mine, theirs = ([call for call, _ in one.calls.of(group)] for one in (first, other))
+    for members in first.calls.made:
+        mine, theirs = first.calls.of(members), other.calls.of(members)
         odd = next((pair for pair in zip_longest(mine, theirs) if pair[0] != pair[1]), None)
         if odd and theirs:  # the other rank is in this group
             says = [f"{one.what} {one.array}".strip() if one else "be done" for one in odd]
