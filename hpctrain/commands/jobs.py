@@ -206,7 +206,7 @@ def _wait(folder: RunDir) -> int:
         time.sleep(pause)
         pause = min(pause * 1.5, longest)
     last = submissions(folder)[-1].job
-    elements = [job for run in resolve_run.elements_of(folder) if (job := last_worked(run)).startswith(f"{last}_")]
+    elements = [job for job in map(last_worked, resolve_run.elements_of(folder)) if job.startswith(f"{last}_")]
     jobs = elements or [last_worked(folder)]
     known = schedulers.of_run(folder).states([[job] for job in jobs], scheduler.TIMEOUT_S, ended=True)
     ended = [known[job].state if job in known else "" for job in jobs]

@@ -180,7 +180,10 @@ def _read_words(overrides: Sequence[str]) -> Iterator[tuple[str, typing.Any]]:
             word = next(words, "--")
         if not equals and word.startswith("--"):
             raise UserError(f"{key} needs a value", f"give {_type_of('name' if key == ACCEPT else key)}")
-        yield key, word if key == ACCEPT else of_word(word, keys()[key].kind if key in keys() else typing.Any)
+        if key == ACCEPT:
+            yield key, word
+        else:
+            yield key, of_word(word, keys()[key].kind if key in keys() else typing.Any)
 
 
 def _make(section: type, prefix: str, given: Mapping[str, typing.Any]) -> typing.Any:

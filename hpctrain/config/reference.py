@@ -107,14 +107,15 @@ def _walk(section: type, prefix: str) -> Iterator[tuple[str, Key]]:
 def _docstrings(section: type) -> dict[str, str]:
     (definition,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(definition, ast.ClassDef)
-    return {
-        target.id: " ".join(text.value.value.split())
-        for field, text in itertools.pairwise(definition.body)
-        if isinstance(field, (ast.Assign, ast.AnnAssign))
-        for target in [field.target if isinstance(field, ast.AnnAssign) else field.targets[0]]
-        if isinstance(target, ast.Name)
-        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
-    }
+    found = {}
+    for field, text in itertools.pairwise(definition.body):
+        match field, text:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]),
+                ast.Expr(value=ast.Constant(value=str(docstring))),
+            ):
+                found[name] = " ".join(docstring.split())
+    return found
 
 
 def _default(entry: dataclasses.Field[typing.Any]) -> str | None:

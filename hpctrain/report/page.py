@@ -140,7 +140,9 @@ def number(value: Any, key: str = "") -> str:
 
 def exact(value: Any) -> str:
     """Formats a plotted value without loss of precision."""
-    return "–" if value is None else f"{value:.17g}" if isinstance(value, float) else str(value)
+    if value is None:
+        return "–"
+    return f"{value:.17g}" if isinstance(value, float) else str(value)
 
 
 def moment(seconds: float | None) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.run import events
+from hpctrain.run.attempts import Attempt
 from hpctrain.run.history import RunHistory, Series
 from hpctrain.run.run_status import ORDERLY
 
@@ -73,8 +74,9 @@ def summarize(data: RunHistory) -> dict[str, Any]:
 
 def of_measured(mfu: float | None, started: events.RunStarted | None) -> float | None:
     """Utilisation of the measured peak, given that of the data sheet's; None if there is no data sheet."""
-    sheet, peak = (started.sheet_flops_per_s, started.peak_flops_per_s) if started else (None, None)
-    return mfu * sheet / peak if mfu is not None and sheet and peak else None
+    if mfu is None or not (started and started.sheet_flops_per_s and started.peak_flops_per_s):
+        return None
+    return mfu * started.sheet_flops_per_s / started.peak_flops_per_s
 
 
 def kwh(data: RunHistory) -> float | None:
@@ -86,16 +88,20 @@ def kwh(data: RunHistory) -> float | None:
 
 def last_step(data: RunHistory) -> int:
     """The last step of any event, ignoring steps that a later attempt repeated or discarded."""
-    steps = [series.step[-1] for series in data.curves if len(series.step)]
+    steps = [int(series.step[-1]) for series in data.curves if len(series.step)]
     newest = max((event.attempt for event in data.rare), default=0)
-    return int(max([*steps, *(event.step for event in data.rare if event.attempt == newest)], default=0))
+    steps += [event.step for event in data.rare if event.attempt == newest]
+    return max(steps, default=0)
 
 
 def last_time(data: RunHistory, before: float = math.inf) -> float:
     """Time of the newest event, optionally before a given time; Unix seconds."""
-    curves = [series.time for series in data.curves]
-    found = [times[np.searchsorted(times, before) - 1] for times in curves if len(times) and times[0] < before]
-    return float(max([*found, *(event.time for event in data.rare if event.time < before)], default=0.0))
+    found = [event.time for event in data.rare if event.time < before]
+    for series in data.curves:
+        earlier = int(np.searchsorted(series.time, before))
+        if earlier:
+            found.append(float(series.time[earlier - 1]))
+    return max(found, default=0.0)
 
 
 def make_spans(data: RunHistory) -> list[Span]:
@@ -103,24 +109,25 @@ def make_spans(data: RunHistory) -> list[Span]:
     attempts = data.run.attempts
     if not attempts:
         return [_span_of_events(data, started) for started in data.all(events.RunStarted)]
-    spans = []
-    for attempt, later in zip(attempts, [*attempts[1:], None], strict=True):
-        verdict = attempt.verdict
-        lives = attempt.ended is None and later is None  # without an end but followed by another, it was killed
-        begin = attempt.started or 0.0
-        before = later.started if later and later.started else math.inf
-        spans.append(
-            Span(
-                number=attempt.number,
-                begin=begin,
-                end=attempt.ended or max(last_time(data, before), begin),
-                from_step=attempt.from_step or 0,
-                to_step=attempt.to_step or (later.from_step if later else 0) or 0,
-                ending=(verdict.reason or verdict.action) if verdict else "running" if lives else "unknown",
-                orderly=verdict.exit_code in ORDERLY if verdict else lives,
-            )
-        )
-    return spans
+    return [_span(data, attempt, later) for attempt, later in zip(attempts, [*attempts[1:], None], strict=True)]
+
+
+def _span(data: RunHistory, attempt: Attempt, later: Attempt | None) -> Span:
+    begin, verdict = attempt.started or 0.0, attempt.verdict
+    before = later.started if later and later.started else math.inf
+    lives = attempt.ended is None and later is None  # without an end but followed by another, it was killed
+    ending = "running" if lives else "unknown"
+    if verdict:
+        ending = verdict.reason or verdict.action
+    return Span(
+        number=attempt.number,
+        begin=begin,
+        end=attempt.ended or max(last_time(data, before), begin),
+        from_step=attempt.from_step or 0,
+        to_step=attempt.to_step or (later.from_step if later else 0) or 0,
+        ending=ending,
+        orderly=verdict.exit_code in ORDERLY if verdict else lives,
+    )
 
 
 def _span_of_events(data: RunHistory, started: events.RunStarted) -> Span:

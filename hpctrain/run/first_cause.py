@@ -147,11 +147,10 @@ def first_cause(facts: Collection[Fact]) -> Fact | None:
         if standing is Standing.COMPLAINED:
             until[word.host] = min(until[word.host], _ended(word) + LATE_NOTE_S)
     deaths = _of_deaths([fact for fact in facts if isinstance(fact, Death)], words, until)
-    ranked: list[tuple[Standing, tuple[float, float], float, Fact]] = [
-        *((fact.standing, (0.0, 0.0), 0.0, fact) for fact in whole),
-        *((standing, (0.0, _ended(word)), _number(word.rank), word) for standing, word in failed),
-        *((each.standing, _place(each), _number(each.rank), each) for each in deaths),
-    ]
+    ranked: list[tuple[Standing, tuple[float, float], float, Fact]] = []
+    ranked += [(fact.standing, (0.0, 0.0), 0.0, fact) for fact in whole]
+    ranked += [(standing, (0.0, _ended(word)), _number(word.rank), word) for standing, word in failed]
+    ranked += [(death.standing, _place(death), _number(death.rank), death) for death in deaths]
     cause = min(ranked, key=lambda each: each[:3])[3] if ranked else None
     return _left_early(cause, words) or cause
 

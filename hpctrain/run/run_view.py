@@ -151,14 +151,15 @@ class RunView:
         attempts = tuple(since_fresh(info))
         if not self._config or len(attempts) != self._num_attempts:  # a new attempt may have other options
             self._config, self._num_attempts = run_config(self._run.run_yaml) or self._config, len(attempts)
+        data, reducer = info.get("data"), info.get("reducer")
         return RunSnapshot(
             path=self.path,
             id=info.get("id"),
             config=self._config,
             attempts=attempts,
             progress=progress,
-            data=data if isinstance(data := info.get("data"), dict) else {},
-            reducer=reducer if isinstance(reducer := info.get("reducer"), dict) else {},
+            data=data if isinstance(data, dict) else {},
+            reducer=reducer if isinstance(reducer, dict) else {},
             life=life,
             live=self._live.read(),
             left_out=decoder.note,
@@ -168,12 +169,13 @@ class RunView:
     def _complete(self, found: RunSnapshot) -> RunSnapshot:
         """Adds what can be found only by listing folders or reading more files."""
         numbers = {attempt.number for attempt in found.attempts} | set(range(1, found.progress.attempt + 1))
+        words = {number: last_words.read(self._run, number) for number in sorted(numbers)}
         asked = requested_stop(self._run)
         return dataclasses.replace(
             found,
             stop_requested_by=asked.by if asked else None,
             checkpoint_step=self._run.newest_checkpoint_step(),
-            words={number: each for number in sorted(numbers) if (each := last_words.read(self._run, number))},
+            words={number: each for number, each in words.items() if each},
         )
 
     def _life(self) -> Life | None:

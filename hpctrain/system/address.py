@@ -118,7 +118,7 @@ def routed_address(others: Sequence[Sequence[str]]) -> str | None:
 
 def interface_of(address: str) -> str | None:
     """Returns the name of the interface with this address of this host; None if there is none."""
-    named = psutil.net_if_addrs().items()
-    return next(
-        (name for name, entries in named if address in [one.address.partition("%")[0] for one in entries]), None
-    )
+    for name, entries in psutil.net_if_addrs().items():
+        if address in [entry.address.partition("%")[0] for entry in entries]:
+            return name
+    return None

@@ -32,7 +32,9 @@ def duration(seconds: float) -> str:
     """Formats seconds: '3.1 ms', '4.2 s', '3 min 05 s', '1 h 02 min' or '2 d 03 h'."""
     if abs(seconds) < 0.9995:
         milli = 1e3 * seconds
-        return "0 s" if not milli else f"{milli:.0f} ms" if abs(milli) >= 10 else f"{milli:.2g} ms"
+        if abs(milli) >= 10:
+            return f"{milli:.0f} ms"
+        return f"{milli:.2g} ms" if milli else "0 s"
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -44,7 +46,9 @@ def duration(seconds: float) -> str:
 
 def number(value: float | None) -> str:
     """Formats a number with four significant digits; from 10,000 as a grouped integer."""
-    return "nan" if value is None or math.isnan(value) else f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    if value is None or math.isnan(value):
+        return "nan"
+    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
 
 
 def quantity(key: str, value: object) -> str | None:

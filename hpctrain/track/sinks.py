@@ -71,7 +71,9 @@ class LoggingSink:
 
     def event(self, event: Event) -> None:
         line = describe(event)
-        level = logging.WARNING if isinstance(event, WARNINGS) else logging.INFO if line else logging.DEBUG
+        level = logging.INFO if line else logging.DEBUG
+        if isinstance(event, WARNINGS):
+            level = logging.WARNING
         if LOGGER.isEnabledFor(level):
             fields = event.to_json()
             LOGGER.log(level, "%s", line or f"{event.name} at step {event.step}", extra={"event": fields})
