@@ -68,7 +68,7 @@ def test_reducers_of_one_program_share_horovod(tmp_path):
         "    layout, cpu = plan([8], None, 2), torch.device('cpu')\n"
         "    sender = horovod_sender(group, cpu)\n"
         "    dtype = torch.float16 if half else None\n"
-        "    made = MessageAllreduce(sender.send, sender.close, layout, torch.float32, cpu, dtype)\n"
+        "    made = MessageAllreduce(sender, layout, torch.float32, cpu, dtype)\n"
         "    made.flat.fill_(group.rank + 1)\n"
         "    return made\n"
         "one, two, half = opened(), opened(), opened(half=True)\n"

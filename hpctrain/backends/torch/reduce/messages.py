@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,17 +27,11 @@ WHAT = "add up gradients"
 """Completes "waited for the other ranks to ..." in errors."""
 
 
-Send: TypeAlias = Callable[[Tensor, int], Callable[[], object]]
-"""send(part, begin) starts the sum of a part of the flat tensor from ``begin`` on, in place, once its values are there;
-returns a function that waits for the sum. Every rank makes the same calls in the same order."""
-
-
 class MessageAllreduce:
     """Few large messages with fixed bounds, so that timing changes no sum; see TensorAllreduce.
 
     Args:
-        send: sends them.
-        close: ends its use of the library.
+        sender: sends them. Every rank makes the same calls in the same order.
         layout: layout of the flat tensor.
         dtype: dtype of the flat tensor.
         device: its device.
@@ -47,14 +40,13 @@ class MessageAllreduce:
 
     def __init__(
         self,
-        send: Send,
-        close: Callable[[], object],
+        sender: GroupSender | HorovodSender,
         layout: Layout,
         dtype: torch.dtype,
         device: torch.device,
         half: torch.dtype | None,
     ) -> None:
-        self.send, self.close = send, close
+        self.send, self.close = sender.send, sender.close
         self.layout, self.gradients = layout, layout.gradients
         self.flat = torch.zeros(layout.length, dtype=dtype, device=device)
         self.elsewhere: dict[int, Tensor] = {}
@@ -81,9 +73,16 @@ class MessageAllreduce:
             self.flat[: self.gradients].copy_(self.half)
 
 
-def send_in_group(peers: ProcessGroup, part: Tensor, begin: int) -> Callable[[], object]:
-    """Sends through a process group; the host waits for no message on a GPU. See Send."""
-    return peers.sum(part, WHAT)
+class GroupSender:
+    """Sends through a process group; the host waits for no message on a GPU."""
+
+    def __init__(self, peers: ProcessGroup) -> None:
+        self.peers, self.close = peers, peers.close
+
+    def send(self, part: Tensor, begin: int) -> Callable[[], object]:
+        """Starts the sum of a part of the flat tensor from ``begin`` on, in place, once its values are there; returns a
+        function that waits for the sum."""
+        return self.peers.sum(part, WHAT)
 
 
 class HorovodSender:
@@ -101,6 +100,7 @@ class HorovodSender:
         self.close = lease.end
 
     def send(self, part: Tensor, begin: int) -> Callable[[], object]:
+        """See GroupSender."""
         most = self.most(max(self.elements, len(part)), part.element_size(), horovod_setup.TORCH_MESSAGE_BYTES)
         handles = [
             # A group of one: groups are not fused with each other (horovod_setup.SETTINGS).

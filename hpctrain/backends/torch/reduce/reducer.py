@@ -291,11 +291,11 @@ class FlatReducer(ByFlatGradients, WithNorm):
         if not self.early or self.arrive is None:
             yield self.gradients()
             return
-        for buckets, elements, members in self.arrivals:
-            self.arrive(1 + buckets.stop)
-            self.flat_gradients.publish(members)
+        for part in self.arrivals:
+            self.arrive(2 + part.last_bucket)  # the loss was sent first
+            self.flat_gradients.publish(part.members)
             clock.mark(Phase.EXCHANGE)
-            yield [self.sum.flat[elements]]
+            yield [self.sum.flat[part.elements]]
         self.finish()
 
     def finish(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
@@ -77,26 +76,24 @@ class TorchReducers:
             return NoReducer(parameters, SparseGradients(rows_of), config.sparse, self.needs_norm)
         dtype, device = common_kind(wanted)
         most, ends = bucket_sizes(config, candidate, dtype, device)
-        sizes, least = [as_real(one).numel() for _, one in parameters], math.inf
-        send: messages.Send | None = None
-        close: Callable[[], object]
+        sizes = [as_real(one).numel() for _, one in parameters]
+        least = math.inf
+        sender: messages.GroupSender | messages.HorovodSender | None = None
         over: ProcessGroup | Group = group
         if candidate.kind == "horovod":
-            horovod = messages.horovod_sender(group, device, sum(sizes))
-            send, close = horovod.send, horovod.close
+            sender = messages.horovod_sender(group, device, sum(sizes))
             if candidate.compression == "none" and device.type == "cpu":
-                least = horovod.apart(sum(sizes), dtype.itemsize)
+                least = sender.apart(sum(sizes), dtype.itemsize)
         elif candidate.kind != "mpi":
-            peers = peers_of(group, device)
-            send, close = functools.partial(messages.send_in_group, peers), peers.close
+            sender = messages.GroupSender(peers_of(group, device))
             over = peers_of(group, device) if rows_of else group
         layout = plan(sizes, most, SLOTS, ends, least)
         sum_: allreduce.TensorAllreduce
-        if send is None:
+        if sender is None:
             candidate, sum_ = allreduce.open_tensor_allreduce(candidate, group, layout, dtype, device)
         else:
             half = messages.HALVES.get(candidate.compression)
-            sum_ = messages.MessageAllreduce(send, close, layout, dtype, device, half)
+            sum_ = messages.MessageAllreduce(sender, layout, dtype, device, half)
 
         def ready(number: int) -> None:
             end = layout.gradients if reducer.early else layout.length
