@@ -149,11 +149,16 @@ def test_parameters_without_values_get_no_memory(tmp_path):
 
 
 def test_ranks_of_a_group_must_call_the_same():
-    def plan(rank, *calls):
-        return RankPlan(rank, "", 0, 1, WHOLE, Calls([(call, None) for call in calls]))
+    def plan(rank, *given):
+        calls = Calls()
+        for call in given:
+            calls.add(("world", (0, 1)), call, None)
+        return RankPlan(rank, "", 0, 1, WHOLE, calls)
 
-    models, sums = Call("world", (0, 1), "compare the models", ""), Call("world", (0, 1), "add", "float64[2]")
-    require_same_calls(plan(0, models, sums, Call("tensor", (0,), "add", "")), plan(1, models, sums))
+    models, sums = Call("compare the models", ""), Call("add", "float64[2]")
+    first = plan(0, models, sums)
+    first.calls.add(("tensor", (0,)), Call("add", ""), None)
+    require_same_calls(first, plan(1, models, sums))
     for others, said in (((sums,), "compare the models, while rank 1 would add float64"), ((models,), "be done")):
         with pytest.raises(UserError, match=said):
             require_same_calls(plan(0, models, sums), plan(1, *others))

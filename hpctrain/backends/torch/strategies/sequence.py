@@ -142,9 +142,9 @@ def not_of_rows(block: RowBlock) -> str | None:
     for one in block.layers:
         if one.word.gathers or one.word.classes:
             return one.name
-    for name, module in block.module.named_modules():
+    for path, module in block.module.named_modules():
         if counts_rows(module) and module not in block.norms:
-            return name
+            return str(path)
     return None
 
 

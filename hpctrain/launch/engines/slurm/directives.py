@@ -204,7 +204,7 @@ def _long(name: str) -> str:
     return SHORT.get(name, name if name.startswith("-") else f"--{name}")
 
 
-def _flag(name: str, is_set: bool) -> list[Directive]:
+def _flag(name: str, is_set: bool | None) -> list[Directive]:
     return [Directive(name)] if is_set else []
 
 
