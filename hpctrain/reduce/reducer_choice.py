@@ -228,7 +228,8 @@ def rehearse(reducer: R, step: Callable[[R], object], runs: int, now: Callable[[
 def slowest_rank(group: Group, seconds: Runs) -> Runs:
     """Maximum over ranks of each run. Collective."""
     everywhere = group.allgather(seconds, "compare reducers")
-    return {name: list(map(max, *(of_rank[name] for of_rank in everywhere))) for name in seconds}
+    of_ranks = {name: zip(*(rank[name] for rank in everywhere), strict=True) for name in seconds}
+    return {name: list(map(max, runs)) for name, runs in of_ranks.items()}
 
 
 def joined(turns: Sequence[Runs]) -> Runs:
