@@ -105,7 +105,13 @@ def start(network: Network, folder: Path) -> dict[str, str]:
     schedule = written("schedule", do(begun(0, "qconf -ssconf")), **SCHEDULE)
     queue = {"qname": "all.q", "hostlist": " ".join(network.names), "load_thresholds": "NONE", "pe_list": "mpi"}
     queue |= {"slots": "8", "rerun": "TRUE", "notify": "00:00:30"}
-    queue["seq_no"] = ",".join(["9", *(f"[{name}={at}]" for at, name in enumerate(network.names))])
+    order, scratch = ["9"], ["/tmp"]
+    for at, name in enumerate(network.names):
+        own_scratch = cell / "tmp" / name  # in a shared one, a lost host removes the job's folder of the others
+        own_scratch.mkdir(parents=True)
+        order.append(f"[{name}={at}]")
+        scratch.append(f"[{name}={own_scratch}]")
+    queue |= {"seq_no": ",".join(order), "tmpdir": ",".join(scratch)}
     of_all = written("queue", do(begun(0, "qconf -sq")), **queue)
     do(*(begun(host, f"{PROGRAMS}/sge_execd") for host in range(len(network.names))))
     do(begun(0, f"qconf -Msconf {schedule}\nqconf -Aq {of_all}"))
