@@ -66,6 +66,7 @@ def saves(gate: Gate, run: Path) -> None:
                 return True
         return any(gate.folder.glob("held-1-*"))
 
+    wait_for("start", reaches_step(run, 1))  # seconds, in which looking that often would slow the ranks down
     wait_for("save", look)
 
 

@@ -295,13 +295,17 @@ def two_nodes(base: Path) -> Iterator[Cluster]:
             holder.close()
 
 
-def until(condition: Callable[[], object], timeout: float, explain: Callable[[], str] = str, pause: float = 0.1):  # type: ignore[no-untyped-def]
-    """Poll a condition and return its first true value; fail with the explanation after ``timeout`` seconds."""
-    end = time.monotonic() + timeout
+def until(condition: Callable[[], object], timeout: float, explain: Callable[[], str] = str):  # type: ignore[no-untyped-def]
+    """Poll a condition and return its first true value; fail with the explanation after ``timeout`` seconds.
+
+    Pauses grow to half a second: squeue, and Slurm's answer, take more processor time than most jobs here.
+    """
+    begin = time.monotonic()
     while True:
         value = condition()
         if value:
             return value
-        if time.monotonic() > end:
+        waited = time.monotonic() - begin
+        if waited > timeout:
             raise AssertionError(f"waited {timeout} s in vain: {explain()}")
-        time.sleep(pause)
+        time.sleep(min(0.05 + waited / 10, 0.5))

@@ -142,11 +142,12 @@ def endings(run: Path, attempt: int = 1) -> list[str]:
 
 
 def wait_for(what: str, condition: Callable[[], Any], timeout_s: float = PATIENCE_S) -> Any:
-    """Poll until a condition returns something true, and return that."""
-    deadline = time.monotonic() + timeout_s
+    """Poll until a condition returns something true, and return that. Pauses grow: conditions read events and /proc."""
+    begin = time.monotonic()
     while not (found := condition()):
-        assert time.monotonic() < deadline, f"no {what} within {timeout_s:g} s"
-        time.sleep(0.02)
+        waited = time.monotonic() - begin
+        assert waited < timeout_s, f"no {what} within {timeout_s:g} s"
+        time.sleep(min(0.02 + waited / 20, 0.2))
     return found
 
 

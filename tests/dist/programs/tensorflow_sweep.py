@@ -72,6 +72,7 @@ def exact(problem: Problem) -> Weights:
 
 def main() -> None:
     """Run the sweep; rank 0 prints."""
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})  # takes a third, for a few runs each
     world = connect()
     missing = with_weights() - {name.split()[0] for name in CASES}
     sweep(everything(), world.data, lambda problem: on_ranks(problem, world), exact, missing)
