@@ -5,32 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from hpctrain.comm.group import Group
+from hpctrain.comm.launched import ALONE_START, EXPECTED_RANKS, LAUNCHED, SRUN_TASKS
 from hpctrain.errors import Code, MissingExtra, UserError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 T = TypeVar("T")
-EXPECTED_RANKS = "HPCTRAIN_EXPECTED_RANKS"
-SRUN_TASKS = "SLURM_STEP_NUM_TASKS"
-"""Variable in which srun passes the number of processes that it started."""
-QUICK_START = {"OMPI_MCA_btl": "^ofi"}
-"""Skips Open MPI's one-sided transport over libfabric, useless on one machine, which delays start-up by a second."""
-ALONE_START = {"OMPI_MCA_btl": "^ofi,sm,vader"}
-"""For a process without peers: keeps Open MPI 5 from leaving a file in /dev/shm on each start."""
-LAUNCHED = ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
-"""Variables in which launchers pass the rank. Under mpirun, SLURM_PROCID is that of the daemon, so it comes last."""
-
-
-def launched_rank(environ: Mapping[str, str]) -> int | None:
-    """Returns the rank from the launcher's variables: 0 without a launcher, None if it is not a number."""
-    found = next((environ[name] for name in LAUNCHED if environ.get(name)), "0")
-    return int(found) if found.isdigit() else None
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from hpctrain.comm.world import ALONE_START
+from hpctrain.comm.launched import ALONE_START
 from hpctrain.system import python
 
 TIMEOUT_S = 120.0

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from hpctrain.comm.launched import EXPECTED_RANKS
 from hpctrain.comm.speeds import MARK as SPEEDS
 from hpctrain.comm.speeds import Speeds
 from hpctrain.comm.speeds import judge as judge_speeds
-from hpctrain.comm.world import EXPECTED_RANKS
 from hpctrain.doctor.check import Check, note, problem
 from hpctrain.errors import RunFailed
 from hpctrain.launch.mpi_library import ProgramResult, on_ranks, probe

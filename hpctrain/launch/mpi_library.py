@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from hpctrain.comm.world import QUICK_START
+from hpctrain.comm.launched import QUICK_START
 from hpctrain.errors import MissingExtra, UserError
 from hpctrain.system import processes, python
 from hpctrain.system.cgroups import usable_cores

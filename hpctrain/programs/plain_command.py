@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpctrain.comm.world import EXPECTED_RANKS, launched_rank
+from hpctrain.comm.launched import EXPECTED_RANKS, launched_rank
 from hpctrain.errors import Code, ExitCode, HpctrainError, Replaced, UserError, code_of_text, file_errors
 from hpctrain.programs.folder_group import FolderGroup, MeetingStopped, Place, place_of
 from hpctrain.run.attempts import Attempts

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.comm.group import TIMEOUT_S, Group
-from hpctrain.comm.world import World, alone, connect, in_grid, launched_rank
+from hpctrain.comm.launched import launched_rank
+from hpctrain.comm.world import World, alone, connect, in_grid
 from hpctrain.config.loading import dump
 from hpctrain.config.sections import Config
 from hpctrain.errors import Code, ExitCode, HpctrainError, RunFailed, code_of

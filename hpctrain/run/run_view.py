@@ -23,12 +23,12 @@ from hpctrain.run.run_status import Life, LiveWindow, RunSnapshot
 from hpctrain.run.stop_request import requested_stop
 from hpctrain.run.tail import JsonFile, Tail
 from hpctrain.system import bounded_yaml, safe_read
-from hpctrain.system.array_types import Array
 from hpctrain.system.json_shape import fits, maker
 
 if TYPE_CHECKING:
     from hpctrain.run.figures import Figures, Picture
     from hpctrain.run.history import RunHistory
+    from hpctrain.system.array_types import Array
 
 
 class RunView:

@@ -11,10 +11,10 @@ import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from hpctrain.system.array_types import Array
+if TYPE_CHECKING:
+    from hpctrain.system.array_types import Array
 
 FOLDER = "/dev/shm"
 ALIGNMENT = 64
@@ -96,6 +96,8 @@ class AnonymousMemory:
 
     def views(self, places: Places) -> dict[str, Array]:
         """Returns views of the arrays at these places: writable, and overwritten by the next ``put`` of any process."""
+        import numpy as np  # here, since launchers use the other functions and are to start quickly
+
         ends = (offset + np.dtype(dtype).itemsize * math.prod(shape) for _, dtype, shape, offset in places)
         size = max([1, *ends])
         if self.mapping is None or len(self.mapping) < size:

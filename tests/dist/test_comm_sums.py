@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.comm.world import EXPECTED_RANKS
+from hpctrain.comm.launched import EXPECTED_RANKS
 from tests.support.mpi import mpirun
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.comm.world import QUICK_START
+from hpctrain.comm.launched import QUICK_START
 from hpctrain.system.processes import own_session
 from tests.support import warm_ranks
 

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from hpctrain.comm.world import EXPECTED_RANKS
+from hpctrain.comm.launched import EXPECTED_RANKS
 from hpctrain.config.loading import dump
 from hpctrain.config.sections import Config
 from hpctrain.errors import UserError

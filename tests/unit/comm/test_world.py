@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from hpctrain.comm.group import Group
-from hpctrain.comm.world import EXPECTED_RANKS, World, alone, connect, in_grid
+from hpctrain.comm.launched import EXPECTED_RANKS
+from hpctrain.comm.world import World, alone, connect, in_grid
 from hpctrain.errors import MissingExtra, UserError
 
 NO_LIBRARY = {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hpctrain.comm.world import launched_rank
+from hpctrain.comm.launched import launched_rank
 from hpctrain.errors import Code
 from hpctrain.programs.folder_group import FolderGroup, MeetingStopped
 from hpctrain.programs.plain_command import ending, said_last, start_program, watch
