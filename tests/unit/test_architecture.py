@@ -56,9 +56,9 @@ permission."""
 
 TOKENS: dict[str, int] = {
     "errors": 1060,
-    "system": 14269,
+    "system": 14276,
     "config": 11699,
-    "comm": 6092,
+    "comm": 6114,
     "run": 26273,
     "data": 37899,
     "reduce": 11622,
@@ -68,7 +68,7 @@ TOKENS: dict[str, int] = {
     "checkpoint": 50540,
     "monitor": 32327,
     "track": 6488,
-    "rank": 15590,
+    "rank": 15596,
     "programs": 4866,
     "launch": 50398,
     "report": 11607,
