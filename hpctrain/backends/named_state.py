@@ -22,6 +22,8 @@ BLOCK_BYTES = 4 << 20
 """Size of the block of a value that is held in memory while loading."""
 HELD = ("held/", "rng/held/")
 """Prefixes of names of state that a task keeps outside its model and optimizer slots."""
+INNER = ("state_dict", "model_state_dict", "model", "module")
+"""Keys under which PyTorch programs save a model's state: Lightning, PyTorch's tutorials, timm, DeepSpeed."""
 COMPILED = re.compile(r"(?<![^./])_orig_mod(\.|$)")
 """The part that torch.compile adds to the names of a module's contents in PyTorch."""
 

@@ -7,6 +7,6 @@ keep, ``checkpoint_folder`` commits, ``format`` defines the files. ``reading`` l
 ``inspect`` examine a checkpoint, ``resume_compat`` checks that a run may resume from one, and ``initial`` starts from
 one's weights, by the rules of ``initial_match``; ``frozen`` leaves weights in their source. ``tiers`` keeps snapshots
 on the nodes, ``remote`` copies checkpoints to an object store (``objects``), and ``mirror`` opens those that a user
-names, there or on disk. ``export`` writes weights for other programs: ``safetensors`` encodes that format, and
-``lora`` merges adapters.
+names, there or on disk. ``export`` writes weights for other programs: ``safetensors`` encodes that format,
+``dcp`` reads PyTorch's distributed checkpoints, and ``lora`` merges adapters.
 """

@@ -1,4 +1,4 @@
-"""Loads initial weights, for fine-tuning, from checkpoints, Hugging Face model folders, and weight files."""
+"""Loads initial weights, for fine-tuning, from checkpoints, folders of Hugging Face and DCP, and weight files."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def load_initial(
     A moving average of the weights starts at the loaded weights. Collective over ``everyone``.
 
     Args:
-        source: run folder, checkpoint folder, Hugging Face model folder, or a file: .safetensors, .pt, .pth, .bin
-            or .ckpt (names with or without ``model/``), or .weights.h5 for a Keras model.
+        source: run folder, checkpoint folder, folder of Hugging Face or torch.distributed.checkpoint, or a file:
+            .safetensors, .pt, .pth, .bin or .ckpt (names with or without ``model/``), or .weights.h5 for a Keras model.
         framework: holds the model, or a pipeline stage of it.
         stages: ranks of the pipeline stages, whose weights are matched as one model; by default only this rank.
         everyone: ranks that load the same checkpoint: if a rank finds it damaged, all load the previous one. By default
@@ -150,7 +150,7 @@ def with_adapters(old_names: Mapping[str, str], wanted: Iterable[str]) -> dict[s
 
 def with_weights(path: str, use: Callable[[Weights, str], T], group: Group) -> T:
     """Call ``use`` with a source's weights, by name without ``model/``, which each rank reads on access, and the
-    absolute path of the file, of the Hugging Face model folder, or of the checkpoint.
+    absolute path of the file, of the folder of Hugging Face or DCP, or of the checkpoint.
 
     Collective: for a checkpoint, one rank reads the manifest for all, and all use the same checkpoint.
     """

@@ -22,7 +22,7 @@ class WeightSource:
     """Where initial weights come from and how names map; see ``checkpoint.init_...`` in the run file."""
 
     path: str
-    """Run folder, checkpoint folder, Hugging Face model folder, or file."""
+    """Run folder, checkpoint folder, folder of Hugging Face or torch.distributed.checkpoint, or file."""
     rename: Mapping[str, str] = field(default_factory=dict)
     """Name prefixes in the source and their replacements in the model; the longest matching prefix applies."""
     missing: Sequence[str] = ()

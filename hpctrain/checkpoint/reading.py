@@ -180,7 +180,7 @@ def opened(path: Path, step: int) -> Iterator[Loaded]:
 
 
 def open_source(path: str, stack: ExitStack) -> Weights:
-    """Open the weights of a Hugging Face model folder, a file or a checkpoint, until the stack is closed."""
+    """Open the weights of a folder of Hugging Face or DCP, a file or a checkpoint, until the stack is closed."""
     if weights := opened_files(path):
         return weights
     folder, step = resolve_run.checkpoints(path)

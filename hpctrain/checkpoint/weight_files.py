@@ -1,4 +1,4 @@
-"""Reads weights from Hugging Face model folders and from weight files."""
+"""Reads weights from Hugging Face model folders, distributed checkpoints of PyTorch, and weight files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-from hpctrain.checkpoint import safetensors
+from hpctrain.checkpoint import dcp, safetensors
 from hpctrain.checkpoint.format.durable_files import is_absent, reading
 from hpctrain.checkpoint.format.layout import ITEM_TYPES
 from hpctrain.checkpoint.format.strict_json import JsonReader, parse_json
@@ -23,8 +23,8 @@ MODEL = "model/"
 TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
 INDEX = "model.safetensors.index.json"
 """Says in which file of a Hugging Face model in several files each weight is."""
-OF_FOLDERS = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors")
-"""Names of single-file Hugging Face models and PEFT adapters in a folder."""
+OF_FOLDERS = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", dcp.METADATA)
+"""Names of single-file Hugging Face models and PEFT adapters in a folder, and of DCP's list of chunks."""
 
 
 def joined(parts: Iterable[Weights], prefix: str = "") -> Weights:
@@ -39,7 +39,7 @@ def joined(parts: Iterable[Weights], prefix: str = "") -> Weights:
 
 
 def opened_files(path: str) -> Weights | None:
-    """Open the weights of a Hugging Face model folder or a file; None for other folders."""
+    """Open the weights of a folder of Hugging Face or DCP, or of a file; None for other folders."""
     files = files_patiently(partial(files_of, Path(path)))
     return joined(map(weights_of_file, files)) if files else None
 
@@ -49,12 +49,14 @@ def weights_of_file(path: Path) -> Weights:
     if is_absent(path):
         raise UserError(f"{path} does not exist", "check checkpoint.init_from")
     real = Path(os.path.realpath(path))  # links in the user's path are followed; those in a checkpoint never are
-    if path.name.endswith(TORCH_FILES):
+    if path.name.endswith((*TORCH_FILES, dcp.METADATA)):
         try:
-            from hpctrain.backends.torch.state.tensors import read_weights
+            from hpctrain.backends.torch.state.tensors import read_tensor, read_weights
         except ModuleNotFoundError:
             fix = "save the weights as .safetensors"
             raise UserError(f"{path} is read with PyTorch, which is not installed", fix) from None
+        if path.name == dcp.METADATA:
+            return Weights(*patiently(lambda: dcp.read(real, read_tensor)))
 
         def read() -> tuple[dict[str, Array], dict[str, str]]:
             with reading(real) as descriptor, open(descriptor, "rb", closefd=False) as file:
@@ -66,7 +68,7 @@ def weights_of_file(path: Path) -> Weights:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The weight files in a Hugging Face model folder; empty for other folders, and itself if it is none.
+    """The weight files in a folder of Hugging Face or DCP; empty for other folders, and itself if it is none.
 
     Raises DamagedCheckpoint, OSError.
     """

@@ -137,8 +137,8 @@ class CheckpointConfig(Section, key="checkpoint"):
     verify_replicated: bool = False
     """Check at each save that replicated state is equal on all ranks (for debugging)."""
     init_from: str | None = None
-    """Source of the initial weights (fine-tuning): a run folder, checkpoint, Hugging Face model folder, or a file:
-    .safetensors, .pt, .pth, .bin, .ckpt, or Keras' .weights.h5."""
+    """Source of the initial weights (fine-tuning): a run folder, checkpoint, Hugging Face model folder, folder of
+    torch.distributed.checkpoint, or a file: .safetensors, .pt, .pth, .bin, .ckpt, or Keras' .weights.h5."""
     init_rename: dict[str, str] = field(default_factory=dict)
     """Prefixes of names in init_from, and their replacements in the model, such as {"encoder.": "model.encoder."}."""
     init_missing: tuple[str, ...] = ()

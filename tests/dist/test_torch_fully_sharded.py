@@ -176,6 +176,12 @@ def test_initial_weights_are_cut_as_they_are_read(results):
     assert found["initial"]["losses"][0] < found["run"]["losses"][2]
 
 
+def test_initial_weights_may_be_chunks_that_ranks_of_torch_saved(results):
+    found = results()["runs"]
+    assert found["of-torch"]["losses"] == found["initial"]["losses"]
+    np.testing.assert_allclose(found["of-torch-whole"]["losses"], found["initial"]["losses"], rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision_stays_near(results, precision):
     found = results()["runs"]

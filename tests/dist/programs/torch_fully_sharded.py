@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed import checkpoint as distributed_checkpoint
+from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -481,6 +483,18 @@ def run(folder: Path, name: str, task: str = "gpt", **keys: Any) -> dict[str, An
     return plan_runs.train(folder, name, Reducers(), **base | keys)
 
 
+def save_by_torch(source: Path, folder: Path) -> None:
+    """Saves the weights of a run, of a model that FSDP2 shards over all ranks, beside its optimizer's state."""
+    task = tensor_tasks.gpt()
+    assert isinstance(task.model, nn.Module) and isinstance(task.optimizer, torch.optim.Optimizer)
+    arrays = CheckpointStore(source / "checkpoints").load().arrays
+    task.model.load_state_dict({name: torch.tensor(arrays[f"model/{name}"]) for name in task.model.state_dict()})
+    for layer in (*task.model.blocks, task.model):
+        fully_shard(layer)
+    state = {"model": task.model.state_dict(), "optimizer": task.optimizer.state_dict(), "step": 3}
+    distributed_checkpoint.save(state, checkpoint_id=folder)
+
+
 def runs(world: World, folder: Path) -> dict[str, Any]:
     """Runs by ``fit`` and commands: precisions, initial weights, predictions, refusals."""
     low = {"task_args__dtype": "float32", "train__steps": 2}
@@ -500,6 +514,10 @@ def runs(world: World, folder: Path) -> dict[str, Any]:
         "fp16": run(folder, "fp16", **low, train__precision="fp16", train__clip_norm=0.5),
         "adafactor": run(folder, "adafactor", task_args__optimizer="adafactor"),
     }
+    save_by_torch(folder / "run", folder / "by-torch")
+    for name, shard in (("of-torch", "parameters"), ("of-torch-whole", "optimizer")):
+        begun = {"parallel__shard": shard, "train__steps": 1, "checkpoint__init_from": folder / "by-torch"}
+        found[name] = run(folder, name, **begun)
     for plan, keys in (("cut", {"parallel__shard": "none", "reduce__kind": "mpi"}), ("hybrid", {})):
         own = {"parallel__tensor": 2, "task_args__dropout": 0.5, **keys}
         found[f"{plan}, kept"] = run(folder, f"{plan}-kept", **own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch.nn import Module
 
-from hpctrain.backends.named_state import Assignable, endings, plain_name
+from hpctrain.backends.named_state import INNER, Assignable, endings, plain_name
 from hpctrain.backends.named_state import digest as digest_of
 from hpctrain.backends.torch import accelerator
 from hpctrain.backends.torch.strategies.partition import Partition, Slices
@@ -268,10 +269,6 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-INNER = ("state_dict", "model_state_dict", "model", "module")
-"""Keys under which programs save a model's state: Lightning, PyTorch's tutorials, timm, DeepSpeed."""
-
-
 def read_weights(file: IO[bytes], path: Path, known: Container[str]) -> tuple[dict[str, Array], dict[str, str]]:
     """Reads a file with a ``state_dict``, or a mapping that holds one, without running code from it.
 
@@ -289,16 +286,7 @@ def read_weights(file: IO[bytes], path: Path, known: Container[str]) -> tuple[di
         UserError: it is not such a file, or holds more than tensors, lists, mappings and numbers.
         OSError: it cannot be read.
     """
-    try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, MemoryError):
-        raise
-    except Exception as error:  # UnpicklingError, RuntimeError, EOFError, KeyError, ...
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(
-            f"{path} is not a PyTorch file that holds only weights: {first[:200]}",
-            "save it with torch.save(model.state_dict(), path): objects are not read, since that runs their code",
-        ) from error
+    content = loaded(file, path)
     state = state_dict_in(content, path)
     arrays, dtypes = {}, {}
     for name, value in state.items():
@@ -310,10 +298,37 @@ def read_weights(file: IO[bytes], path: Path, known: Container[str]) -> tuple[di
         dtype = str(value.dtype).removeprefix("torch.")
         if dtype not in known:
             raise UserError(f"{name} of {path} is {dtype}, which cannot be read", "save weights as 16-bit numbers")
-        host = value.detach().contiguous()
-        arrays[str(name)] = host.view(torch.int16).numpy().view(np.uint16) if dtype == "bfloat16" else host.numpy()
+        arrays[str(name)] = items_in(value)
         dtypes[str(name)] = dtype
     return arrays, dtypes
+
+
+def read_tensor(content: bytes, path: Path) -> Array:
+    """Decodes a tensor (bfloat16 as uint16) that ``torch.save`` wrote, without running code. Raises UserError."""
+    value = loaded(io.BytesIO(content), path)
+    if not isinstance(value, torch.Tensor):
+        raise UserError(f"{path} holds {kind_of(value)} in place of a tensor", "give an intact checkpoint")
+    return items_in(value)
+
+
+def loaded(file: IO[bytes], path: Path) -> Any:
+    """What ``torch.save`` wrote, if it holds only tensors, lists, mappings and numbers. Raises UserError, OSError."""
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # UnpicklingError, RuntimeError, EOFError, KeyError, ...
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"{path} is not a PyTorch file that holds only weights: {first[:200]}",
+            "save it with torch.save(model.state_dict(), path): objects are not read, since that runs their code",
+        ) from error
+
+
+def items_in(tensor: torch.Tensor) -> Array:
+    """A dense tensor's values; bfloat16 as uint16."""
+    host = tensor.detach().contiguous()
+    return host.view(torch.int16).numpy().view(np.uint16) if tensor.dtype == torch.bfloat16 else host.numpy()
 
 
 def state_dict_in(content: Any, path: Path) -> Mapping[str, Any]:
