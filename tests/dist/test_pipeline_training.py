@@ -100,6 +100,11 @@ def test_every_plan_goes_on_where_another_one_stopped(found):
     assert verify_checkpoint(CheckpointStore(folder / "chain" / "checkpoints"), 2).problems == ()
 
 
+def test_a_pass_through_one_of_several_stages_sums_its_layers_only(found):
+    """Of three stages, two have a gathered layer; the rest belongs to the model, which each of 3 x 3 passes sums."""
+    assert found()[1]["chain-2"]["sums"] == [3 * (3 + 2)] * 2
+
+
 def test_passes_with_samples_of_other_ranks_leave_nothing(found):
     """Neither in buffers nor for backward passes that are under way, between passes of a rank's own samples."""
     folder, results = found()

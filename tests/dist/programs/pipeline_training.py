@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_groups
 
 from hpctrain import StepResult, Training
 from hpctrain.checkpoint.format import layout
@@ -73,6 +75,16 @@ PLANS: dict[str, dict[str, Any]] = {
 """Keys of the run file; the remaining ranks form the data axis."""
 
 
+def counted(sum_gradients: Callable[..., Any], *given: Any, **more: Any) -> Any:
+    """A sum of gradients by FSDP2."""
+    SUMS.append(given)
+    return sum_gradients(*given, **more)
+
+
+SUMS: list[Any] = []
+param_groups.foreach_reduce = partial(counted, param_groups.foreach_reduce)  # type: ignore[assignment]
+
+
 class Stages(Watcher):
     """Records what each rank holds, too."""
 
@@ -83,9 +95,13 @@ class Stages(Watcher):
         self.ranks: list[Any] = []
         self.advice: list[str] = []
         self.graphs = 0
+        self.sums: list[int] = []
+        """Sums of gradients by FSDP2 in each update."""
 
     def after_step(self, training: Training, result: StepResult) -> None:
         super().after_step(training, result)
+        self.sums.append(len(SUMS))
+        SUMS.clear()
         if "grad_norm" in (sums := result.sums()):
             self.norms.append(sums["grad_norm"][0])
         blocks = getattr(training.framework.model, "blocks", ())  # type: ignore[attr-defined]

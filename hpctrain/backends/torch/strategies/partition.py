@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -169,6 +169,9 @@ class Partition:
 
     def free(self) -> None:
         """Frees what passes have gathered."""
+
+    def leave_out(self, modules: Container[Module]) -> None:
+        """Leaves modules that the next backward pass does not reach out of what it communicates."""
 
     def try_loss(self, loss: Tensor) -> None:
         """Raises UserError if a dry call's loss needs more of the model than this rank has. Collective."""

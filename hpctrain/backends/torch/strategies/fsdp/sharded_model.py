@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,6 +138,14 @@ class FullySharded(Partition):
         """See Partition."""
         for module in self.modules:
             module.reshard()
+
+    def leave_out(self, modules: Container[Module]) -> None:
+        """See Partition. If each pass sums gradients, those of other layers would be zeros; and if layers stay whole
+        until their own backward pass, another one must not free them."""
+        for module in self.modules if self.keeps else ():
+            if module in modules:
+                module.set_requires_gradient_sync(False, recurse=False)
+                module.set_reshard_after_backward(False, recurse=False)
 
     def try_loss(self, loss: Tensor) -> None:
         """See Partition."""

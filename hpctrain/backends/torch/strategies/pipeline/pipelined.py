@@ -17,7 +17,7 @@ from hpctrain.backends.torch.steps.update_step import Parts
 from hpctrain.backends.torch.steps.updates import Passes
 from hpctrain.backends.torch.strategies.pipeline.stage import OUTPUT, Coming, Received, Stage
 from hpctrain.backends.torch.strategies.pipeline.stage_schedule import Act, acts
-from hpctrain.backends.torch.strategies.pipeline.stages import is_chain
+from hpctrain.backends.torch.strategies.pipeline.stages import StageModel, is_chain
 from hpctrain.backends.torch.strategies.split_values import own_stream
 from hpctrain.backends.torch.task.checks import try_loss
 from hpctrain.backends.torch.task.task_state import TaskState, attributes
@@ -110,7 +110,7 @@ class MicroBatch:
 class Pipelined:
     """Acts as the whole model on one of its stages; see PassRunner."""
 
-    layers: Callable[[Any, int], Any]
+    layers: StageModel
     """Calls the layers of a stage of this rank."""
     stage: Stage
     """Sends to and receives from other stages."""
@@ -123,6 +123,7 @@ class Pipelined:
 
     def __post_init__(self) -> None:
         self.called: Any = self
+        self.idle = [self.layers.of_others(chunk) for chunk in range(self.stage.chunks)]
 
     @property
     def training(self) -> bool:
@@ -192,6 +193,7 @@ class Pipelined:
                 else:
                     is_last = each.micro_batch == len(batches) - 1 and (each.chunk == 0 or not self.shares)
                     passes.reducer.begin_pass(is_last)
+                    self.parts.partition.leave_out(self.idle[each.chunk])
                     with self._undone(one):
                         one.backward(passes)
         stage.settle()

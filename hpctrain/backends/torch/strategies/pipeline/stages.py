@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from hpctrain.backends.named_state import plain_name
 from hpctrain.backends.torch.state.tensors import saved_buffers
 from hpctrain.backends.torch.strategies.parameter_traits import replace_parameters
-from hpctrain.backends.torch.strategies.pipeline.layer_parts import used_by
+from hpctrain.backends.torch.strategies.pipeline.layer_parts import parts_of, used_by
 from hpctrain.backends.torch.strategies.pipeline.stage_schedule import balanced
 from hpctrain.errors import UserError, kind_of
 
@@ -92,6 +92,20 @@ class StageModel(Module):
         for call in self.chunks[chunk]:
             value = call(value)
         return value
+
+    def of_others(self, chunk: int) -> set[Module]:
+        """Modules that only other stages of this rank use."""
+        used = [
+            {
+                module
+                for call in calls
+                for part in parts_of(call)
+                if isinstance(part, Module)
+                for module in part.modules()
+            }
+            for calls in self.chunks
+        ]
+        return set[Module]().union(*used) - used[chunk]
 
 
 def is_chain(model: Module) -> bool:
