@@ -77,12 +77,10 @@ def parsed(content: bytes) -> Any:
                 top = [Record(top[0].name, top[1])]
             case "BUILD":
                 top[0].state = top[1]
-            case "STOP":
-                return top[0]
-            case _:  # numbers, text and None are arguments of their opcodes
-                top = [argument] * len(opcode.stack_after)
+            case _ if opcode.stack_after:  # numbers, text and None are arguments of their opcodes
+                top = [argument]
         stack += top[:1]
-    raise ValueError("no end")
+    return stack[-1]
 
 
 @dataclass(frozen=True)
