@@ -483,16 +483,18 @@ def run(folder: Path, name: str, task: str = "gpt", **keys: Any) -> dict[str, An
     return plan_runs.train(folder, name, Reducers(), **base | keys)
 
 
-def save_by_torch(source: Path, folder: Path) -> None:
+def save_by_torch(ranks: Group, source: Path, folder: Path) -> None:
     """Saves the weights of a run, of a model that FSDP2 shards over all ranks, beside its optimizer's state."""
     task = tensor_tasks.gpt()
     assert isinstance(task.model, nn.Module) and isinstance(task.optimizer, torch.optim.Optimizer)
     arrays = CheckpointStore(source / "checkpoints").load().arrays
-    task.model.load_state_dict({name: torch.tensor(arrays[f"model/{name}"]) for name in task.model.state_dict()})
-    for layer in (*task.model.blocks, task.model):
-        fully_shard(layer)
-    state = {"model": task.model.state_dict(), "optimizer": task.optimizer.state_dict(), "step": 3}
-    distributed_checkpoint.save(state, checkpoint_id=folder)
+    weights = {name.removeprefix("model/"): torch.tensor(arrays[name]) for name in arrays if name.startswith("model/")}
+    task.model.load_state_dict(weights, strict=False)  # of tied weights there is one
+    with closing(DefaultGroup(ranks, torch.device("cpu"))):
+        for layer in (*task.model.blocks, task.model):
+            fully_shard(layer)
+        state = {"model": task.model.state_dict(), "optimizer": task.optimizer.state_dict(), "step": 3}
+        distributed_checkpoint.save(state, checkpoint_id=folder)
 
 
 def runs(world: World, folder: Path) -> dict[str, Any]:
@@ -514,7 +516,7 @@ def runs(world: World, folder: Path) -> dict[str, Any]:
         "fp16": run(folder, "fp16", **low, train__precision="fp16", train__clip_norm=0.5),
         "adafactor": run(folder, "adafactor", task_args__optimizer="adafactor"),
     }
-    save_by_torch(folder / "run", folder / "by-torch")
+    save_by_torch(world.everyone, folder / "run", folder / "by-torch")
     for name, shard in (("of-torch", "parameters"), ("of-torch-whole", "optimizer")):
         begun = {"parallel__shard": shard, "train__steps": 1, "checkpoint__init_from": folder / "by-torch"}
         found[name] = run(folder, name, **begun)
