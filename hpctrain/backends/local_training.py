@@ -117,7 +117,10 @@ class HostFlatWeights:
     state_tensor = ArrayTensor
 
     def __init__(self, group: Group, weights: Callable[..., Array], set_weights: Callable[..., None]) -> None:
-        self.group, self.size, self.weights, self.set_weights = group, group.size, weights, set_weights
+        self.group = group
+        self.size = group.size
+        self.weights = weights
+        self.set_weights = set_weights
         self.begin_add = group.begin_add
         values = weights()
         group.broadcast_array(values, "receive the model")
@@ -144,8 +147,12 @@ class LocalFramework(FrameworkOfParts):
 
     def __init__(self, framework: Apart, world: World, inner: World, config: SyncConfig, apart: ReducerChoice) -> None:
         self.framework = self.evaluator = self.source = framework
-        self.dry_call, self.set_learning_rate = framework.dry_call, framework.set_learning_rate
-        self.world, self.group, self.config, self.apart = world, inner.data, config, apart
+        self.dry_call = framework.dry_call
+        self.set_learning_rate = framework.set_learning_rate
+        self.world = world
+        self.group = inner.data
+        self.config = config
+        self.apart = apart
         self.meeting = world.data.split("outer steps", 0)
         self.flat = framework.flat_weights(self.meeting, world.data if apart.config.kind == "nccl" else None)
         self.parts = min(PARTS, config.every_steps) if config.overlap else 0
@@ -197,7 +204,8 @@ class LocalFramework(FrameworkOfParts):
         position = (step - begin - 1) % self.config.every_steps + 1
         result = self._own_update(micro_batches)
         self.outer.arrived(False)
-        ends, is_last = position == self.config.every_steps, step >= self.total_steps
+        ends = position == self.config.every_steps
+        is_last = step >= self.total_steps
         if self.parts and (is_last or is_due(position, self.parts, self.config.every_steps)):
             self._land()
             if not is_last:

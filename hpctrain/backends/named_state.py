@@ -69,7 +69,8 @@ def load_tensors(tensors: Iterable[Assignable], arrays: Mapping[str, Array]) -> 
                 f"{tensor.name} is missing from the loaded state",
                 "load it into the model and optimizer that it was saved from",
             )
-        shape, own = source.shape_of(tensor.name), tensor.cut.shape if tensor.cut else tensor.shape
+        shape = source.shape_of(tensor.name)
+        own = tensor.cut.shape if tensor.cut else tensor.shape
         if shape != own:
             raise UserError(
                 f"{tensor.name} has shape {list(own)} here and {list(shape)} in the loaded state",

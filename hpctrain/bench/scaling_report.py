@@ -119,7 +119,8 @@ def _points(mode: str, rows: Sequence[Mapping[str, Any]], key: str, unit: float,
     for crowded in (False, True):
         chosen = [row for row in rows if row["oversubscribed"] is crowded]
         name = f"{mode}, measured" + (", more threads than cores" if crowded else "")
-        x, y = [row["ranks"] for row in chosen], [unit * row[key] for row in chosen]
+        x = [row["ranks"] for row in chosen]
+        y = [unit * row[key] for row in chosen]
         if chosen:
             found.append(ChartLine(name, x, y, "rings" if crowded else "points", colour))
     return found

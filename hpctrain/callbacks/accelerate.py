@@ -21,7 +21,9 @@ class SaveOnStop:
     """
 
     def __init__(self, accelerator: Any, folder: str, every_steps: int | None = None) -> None:
-        self.accelerator, self.folder, self.every_steps = accelerator, Path(folder), every_steps
+        self.accelerator = accelerator
+        self.folder = Path(folder)
+        self.every_steps = every_steps
 
     def resume(self) -> int:
         """Loads the newest checkpoint and returns its step; 0 if there is none. Collective.
@@ -48,7 +50,8 @@ class SaveOnStop:
 
     def save(self, step: int) -> None:
         """Saves a checkpoint of this step. Collective."""
-        partial, whole = self.folder / f"partial-{step}", self.folder / f"step-{step}"
+        partial = self.folder / f"partial-{step}"
+        whole = self.folder / f"step-{step}"
         older = self.steps()
         self.accelerator.save_state(str(partial))
         self.accelerator.wait_for_everyone()

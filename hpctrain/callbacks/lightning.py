@@ -24,7 +24,8 @@ class SaveOnStop(Callback):
     """
 
     def __init__(self, folder: str, every_steps: int | None = None) -> None:
-        self.path, self.every_steps = Path(folder) / "newest.ckpt", every_steps
+        self.path = Path(folder) / "newest.ckpt"
+        self.every_steps = every_steps
         self.saved: int | None = None
 
     def newest(self) -> str | None:

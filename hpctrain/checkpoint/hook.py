@@ -92,7 +92,8 @@ class CheckpointHook(BaseHook):
     def before_fit(self, training: Training) -> None:
         """Resume from the newest sound checkpoint, or load initial weights."""
         self.contents.begin(training)
-        framework, staging = training.framework, training.framework.host.staging
+        framework = training.framework
+        staging = training.framework.host.staging
         run_folder = RunFolder(self.store, self.fresh)
         preferred = (run_folder,) if self.fresh else (self.tiers, run_folder, self.remote)
         places = [place for place in preferred if place]
@@ -209,7 +210,8 @@ class CheckpointHook(BaseHook):
     def _begin(self, training: Training) -> None:
         """Take a snapshot of all state at this step and start to save it."""
         begin = time.monotonic()
-        step, synchronize = training.state.step, training.framework.host.synchronize
+        step = training.state.step
+        synchronize = training.framework.host.synchronize
         tensors, meta = self.contents.now(training, self.schedule.is_best)
         if self.config.verify_replicated:
             verify_replicated(self.store.group, tensors, synchronize, step)
@@ -233,7 +235,8 @@ class CheckpointHook(BaseHook):
         self.saved_step = step
         if best is not None:
             self.best_saved = {step}
-        stall_s, write_s = self.schedule.saved(outcome.write_s, best).stall_s, outcome.write_s
+        stall_s = self.schedule.saved(outcome.write_s, best).stall_s
+        write_s = outcome.write_s
         saved = events.CheckpointSaved(step=step, path=path, bytes=outcome.num_bytes, stall_s=stall_s, write_s=write_s)
         self.reporter.report([saved])
         for place in self.places:

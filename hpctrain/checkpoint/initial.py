@@ -81,7 +81,8 @@ def load_initial(
         found = {}
         for name in mine:
             old = old_names[name.removeprefix(MODEL)]
-            shape, total = weights.arrays.shape_of(old), checksum(weights.arrays, old)
+            shape = weights.arrays.shape_of(old)
+            total = checksum(weights.arrays, old)
             found[name] = asdict(FrozenWeight(old, shape, frozen[name], total))
         return match, path, found
 

@@ -64,7 +64,8 @@ def summarize(name: str, array: Array, dtype: str) -> Summary:
     """Summarize a tensor, a complex one by its magnitudes."""
     values = numbers(array, dtype)
     values = np.abs(values) if values.dtype.kind == "c" else values
-    nans, infinities = int(np.isnan(values).sum()), int(np.isinf(values).sum())
+    nans = int(np.isnan(values).sum())
+    infinities = int(np.isinf(values).sum())
     finite = values[np.isfinite(values)] if nans or infinities else values
     if finite.size == 0:
         return Summary(name, array.shape, dtype, None, None, None, nans, infinities)

@@ -78,7 +78,8 @@ def adapters_in(arrays: SavedArrays) -> dict[str, tuple[str, str]]:
     adapters = {}
     for match in filter(None, map(DOWN.fullmatch, arrays)):
         layer, down = match["layer"], match[0]
-        up, base = f"{layer}.lora_B{match['rest']}", f"{layer}{FROZEN}weight"
+        up = f"{layer}.lora_B{match['rest']}"
+        base = f"{layer}{FROZEN}weight"
         if up not in arrays or base not in arrays:
             raise UserError(f"{down} lacks {base if up in arrays else up}", "name the layers as PEFT does")
         tall, wide = arrays.shape_of(up), arrays.shape_of(down)

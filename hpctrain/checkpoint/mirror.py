@@ -72,7 +72,8 @@ def locate(text: str, step: int | str | None = None) -> tuple[CheckpointStore, i
         require_store(text, "the URL")
         place, _, last = text.rstrip("/").rpartition("/")
         found = FOLDER.fullmatch(last)
-        store, named = Mirror(place if found else text), step_named(found[1]) if found else None
+        store = Mirror(place if found else text)
+        named = step_named(found[1]) if found else None
     else:
         path, named = resolve_run.checkpoints(text)
         store = CheckpointStore(path)

@@ -78,7 +78,8 @@ def restore(
     Raises:
         UserError: only the task or only the checkpoint has a state, or an object's load_state_dict fails.
     """
-    names, saved = {one.name for one in objects}, loaded.meta.get(OBJECTS, {})
+    names = {one.name for one in objects}
+    saved = loaded.meta.get(OBJECTS, {})
     notes = [gone(name, str(loaded.path), accepted) for name in sorted(saved.keys() - names)]
     for one in objects:
         if one.name in saved:

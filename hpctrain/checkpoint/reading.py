@@ -275,11 +275,13 @@ class LoadCandidate:
                     view.source.verify()
                 kept = use(view)
             except (*FINAL, layout.UnreadableCheckpoint) as error:
-                mine, problem = error, (type(error).__name__, error.what, error.fix)
+                mine = error
+                problem = (type(error).__name__, error.what, error.fix)
             except Exception as error:  # from the caller's code: other ranks must not wait for this one
                 said = f"{type(error).__name__}: {words(error)}{own_line(error)}"
                 what = f"rank {self.group.rank} failed while it loaded {self.folder.name}: {said}"
-                mine, problem = error, (UserError.__name__, what, "correct what that rank does with the checkpoint")
+                mine = error
+                problem = (UserError.__name__, what, "correct what that rank does with the checkpoint")
         failed = [each for each in self.group.allgather(problem, f"read {self.folder.name}") if each]
         if not failed:
             return replace(view, arrays=HeldArrays(kept))

@@ -77,7 +77,8 @@ def look(objects: ObjectFolder) -> Listing:
     if number:
         name = claim_name(number)
         reader = JsonReader(parse_json(objects.get(name), f"{objects.url}/{name}"), f"{objects.url}/{name}")
-        token, older = reader.get("token", str, "a string"), reader.get("older", list, "a list")
+        token = reader.get("token", str, "a string")
+        older = reader.get("older", list, "a list")
     folders: dict[int, str] = {}
     for name in sizes:
         folder, _, file = name.partition("/")
@@ -273,7 +274,8 @@ class Remote(CheckpointPlace):
         if not job.folder:
             return []
         self.stored = job.step
-        num_bytes, write_s = job.future.result(), time.monotonic() - job.begin_s
+        num_bytes = job.future.result()
+        write_s = time.monotonic() - job.begin_s
         path = f"{self.objects.url}/{self._name(job)}"
         return [CheckpointStored(step=job.step, path=path, bytes=num_bytes, write_s=write_s)]
 

@@ -111,7 +111,9 @@ class Replica:
 
     def _write(self, stream: socket.socket, folder: str, file: str, size: int) -> str | None:
         """Receive and write a shard; returns why it could not be stored, or None. Raises OSError if disconnected."""
-        problem, buffer, done = None, memoryview(bytearray(PIECE_BYTES)), 0
+        problem = None
+        buffer = memoryview(bytearray(PIECE_BYTES))
+        done = 0
         with contextlib.ExitStack() as files:
             try:
                 if not (folder.startswith(PARTIAL) and folder == os.path.basename(folder) and SHARD.fullmatch(file)):

@@ -50,7 +50,8 @@ class SaveSchedule:
             return
         if watched not in metrics:
             raise unreported("checkpoint.best_metric", watched, metrics)
-        value, sign = metrics[watched], 1 if self.config.best_mode == "min" else -1
+        value = metrics[watched]
+        sign = 1 if self.config.best_mode == "min" else -1
         if math.isfinite(value) and (self.best is None or sign * value < sign * self.best):
             self.best, self.is_best = value, True
 

@@ -319,7 +319,8 @@ class Saver:
 
     def _require_space(self, partial: Path, own_bytes: int) -> None:
         """Raise RunFailed if space is missing, for one shard, or on a folder's first rank for all missing shards."""
-        missing, here = own_bytes, self.total_bytes * self.folder.local.size // self.group.size
+        missing = own_bytes
+        here = self.total_bytes * self.folder.local.size // self.group.size
         if self.folder.local.rank == 0:  # others may have begun to write; only one rank, to spare the file server
             missing = max(own_bytes, here - sum(entry.stat().st_size for entry in os.scandir(partial)))
         self.folder.require_room(partial, missing + spare_bytes(here))

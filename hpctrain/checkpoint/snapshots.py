@@ -133,7 +133,8 @@ def home_name(attempts: Attempts) -> str | None:
 
     A copy of a run folder has the ID of the original, and must neither read nor remove the snapshots of that.
     """
-    run, place = attempts.info().get("id"), zlib.crc32(bytes(attempts.run_dir.path.resolve()))
+    run = attempts.info().get("id")
+    place = zlib.crc32(bytes(attempts.run_dir.path.resolve()))
     return run and f"{PREFIX}{run}-{place:08x}"
 
 

@@ -170,7 +170,10 @@ def send(path: Path, firsts: Group, root: int, lacks: bool) -> str | None:
 
     Returns an error message, or None.
     """
-    what, problem, descriptor, size = f"send {path.name}", None, -1, 0
+    what = f"send {path.name}"
+    problem = None
+    descriptor = -1
+    size = 0
     partial = path.with_name(f"{MOVING}{path.name}")
     with ExitStack() as files:
         try:

@@ -145,7 +145,9 @@ class Tiers(CheckpointPlace):
     def take_over(self, loaded: Loaded | None, fresh: bool, allocate: Callable[[int], Bytes]) -> list[str]:
         """Remove all snapshots except the one resumed from, which becomes this attempt's; returns warnings to print."""
         resumed = loaded.path if loaded else None
-        run_dir, node, is_first = self.attempts.run_dir.path, self.world.node, self.world.local_rank == 0
+        run_dir = self.attempts.run_dir.path
+        node = self.world.node
+        is_first = self.world.local_rank == 0
         if is_first:
             for home in self.homes:
                 sweep(home, {tier.home for tier in self.tiers}, time.time())
@@ -187,7 +189,9 @@ class Tiers(CheckpointPlace):
             if outcome.error:
                 yield f"checkpoint.tiers.{name} is not used any more: {outcome.error}"
                 continue
-            bytes_, stall_s, write_s = outcome.num_bytes, outcome.stall_s, outcome.write_s
+            bytes_ = outcome.num_bytes
+            stall_s = outcome.stall_s
+            write_s = outcome.write_s
             yield SnapshotSaved(step=outcome.step, tier=name, bytes=bytes_, stall_s=stall_s, write_s=write_s)
 
     def snapshot(self, training: Training, contents: Contents, is_best: bool) -> None:

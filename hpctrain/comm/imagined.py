@@ -62,7 +62,9 @@ class Imagined(Group):
 
     def __init__(self, name: str, ranks: Sequence[int], rank: int = 0, calls: Calls | None = None) -> None:
         super().__init__(name)
-        self.ranks, self.rank, self.size = tuple(ranks), rank, len(ranks)
+        self.ranks = tuple(ranks)
+        self.rank = rank
+        self.size = len(ranks)
         self.calls = Calls() if calls is None else calls
 
     def allgather(self, value: Any, what: str = "", timeout_s: float = TIMEOUT_S) -> list[Any]:

@@ -117,7 +117,8 @@ def row_text(row: dict[str, Any]) -> str:
     if "problem" in row:
         return f"step {row['step']:>9}  {'DAMAGED' if row['readable'] else 'UNREADABLE'}: {row['problem']}"
     when = local_time(row["time"])
-    best, ranks = "  best" if row["best"] else "", "rank " if row["ranks"] == 1 else "ranks"
+    best = "  best" if row["best"] else ""
+    ranks = "rank " if row["ranks"] == 1 else "ranks"
     return f"step {row['step']:>9}  {when:19}  {size(row['bytes']):>10}  {row['ranks']:>4} {ranks}  {row['path']}{best}"
 
 
@@ -272,8 +273,10 @@ def saved_task(loaded: Loaded) -> tuple[Task, Dataset | Stream, Recipe, str]:
     identity = JsonReader(loaded.meta["identity"], f"{loaded.path}, identity of the run")
     config = JsonReader(identity.get("config", dict, "an object"), identity.where)
     train = JsonReader(config.get("train", dict, "an object"), identity.where)
-    name, arguments = config.get("task", str, "a string"), config.get("task_args", dict, "an object")
-    seed, precision = config.integer("seed", 0, 2**64 - 1), train.get("precision", str, "a string")
+    name = config.get("task", str, "a string")
+    arguments = config.get("task_args", dict, "an object")
+    seed = config.integer("seed", 0, 2**64 - 1)
+    precision = train.get("precision", str, "a string")
     with without_chatter():
         task = load_task(name, arguments, alone(), partial(seed_task, seed, precision, 0))
     data = open_training_data(task)

@@ -74,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
         with _locked(room / f"{recipe.key}.lock", say):
             wheel = None if args.force else _cached_wheel((room, folder), recipe)
             if wheel is None:
-                wheel, built = build.Build(room, recipe, mpi, cuda, args.sdist).run(edits, say), True
+                wheel = build.Build(room, recipe, mpi, cuda, args.sdist).run(edits, say)
+                built = True
                 wheel.chmod(0o644)
         if built and folder != room:
             wheel = _share(wheel, folder, say)

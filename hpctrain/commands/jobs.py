@@ -233,13 +233,15 @@ def stop(args: argparse.Namespace) -> int:
     holders = {run: live_lock.at_work(run) for run in runs_of(args.target)}
     for run in (run for run, holder in holders.items() if holder is not None):
         request_stop(run)  # needs no scheduler, and the holder may be in an allocation that is not a job of the run
-    asked, silence = [run for run, holder in holders.items() if holder is None or holder.job is not None], ""
+    asked = [run for run, holder in holders.items() if holder is None or holder.job is not None]
+    silence = ""
     try:
         entries = dict(zip(asked, schedulers.alive(asked), strict=True))
     except RunFailed as error:
         if None in holders.values():
             raise
-        entries, silence = {}, f"; jobs that wait are not cancelled: {error.what}"
+        entries = {}
+        silence = f"; jobs that wait are not cancelled: {error.what}"
     alive = {run: [each.id for each in entries.get(run, ())] for run in holders}
     idle = {
         run: [each.id for each in entries.get(run, ()) if each.state in WAITING or holder is None]

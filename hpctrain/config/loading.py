@@ -148,7 +148,8 @@ def _nodes(
 ) -> Iterator[tuple[str, yaml.Node]]:
     """The keys that hold a value, with it; enters all keys in ``lines``."""
     for key_node, node in section.value:
-        key, line = f"{prefix}{key_node.value}", key_node.start_mark.line + 1
+        key = f"{prefix}{key_node.value}"
+        line = key_node.start_mark.line + 1
         if key in lines:
             raise UserError(f"{path}:{line}: {key!r} is in line {lines[key]} already", "keep one of the two lines")
         lines[key] = line

@@ -105,7 +105,8 @@ class Config(Section, key=""):
         for key, text in texts_of(self):
             if key != "launch.env" and holds_credentials(text):
                 raise WrongValue(key, f"{key} contains credentials in an address", KEPT_BY_LIBRARIES)
-        tensor, ranks_per_node = self.parallel.tensor, self.launch.ranks_per_node
+        tensor = self.parallel.tensor
+        ranks_per_node = self.launch.ranks_per_node
         if ranks_per_node is not None and ranks_per_node % tensor:
             raise WrongValue(
                 "parallel.tensor",
@@ -117,7 +118,9 @@ class Config(Section, key=""):
 
     def features(self) -> dict[Feature, Any]:
         """What the run file uses that does not work with everything."""
-        train, schedule, checkpoint = self.train, self.schedule, self.checkpoint
+        train = self.train
+        schedule = self.schedule
+        checkpoint = self.checkpoint
         more_than_a_key = {
             Feature.BEST: checkpoint.enabled and checkpoint.best_metric,
             Feature.NO_CHECKPOINTS: not checkpoint.enabled,

@@ -79,7 +79,8 @@ class LaneSampler:
 
     def __call__(self, epoch: Epoch) -> Ints:
         """int64[lanes * samples per lane]: the samples of an epoch; raises UserError if a lane would be empty."""
-        lanes, length = epoch.global_batch, epoch.num_samples // epoch.global_batch
+        lanes = epoch.global_batch
+        length = epoch.num_samples // epoch.global_batch
         if not length:
             what = f"LaneSampler: {epoch.num_samples} samples are fewer than the {lanes} lanes of a global batch"
             raise UserError(what, "use a smaller global batch, or cut the data into shorter samples")

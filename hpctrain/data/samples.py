@@ -84,7 +84,9 @@ def mixed(samples: Iterable[Sample], recipe: Recipe, drawn: Drawn) -> Samples:
     """The samples, transformed and collated."""
     ids, giver = drawn.ids.tolist(), "the data"
     if recipe.transform is not None:
-        transform, seed, giver = recipe.transform, recipe.seed, "the transform"
+        transform = recipe.transform
+        seed = recipe.seed
+        giver = "the transform"
         samples = (
             transform_one(transform, sample, seed, drawn.epoch, sample_id, repeat)
             for sample, sample_id, repeat in zip(samples, ids, drawn.repeats.tolist(), strict=True)

@@ -183,7 +183,8 @@ def open_stream(
 
 def opened(source: Any, fields: tuple[str, ...] | list[str] | None, decode: Callable[[Any], Any] | None) -> Stream:
     """See ``open_stream``."""
-    kind, names = type(source).__name__, None if fields is None else tuple(fields)
+    kind = type(source).__name__
+    names = None if fields is None else tuple(fields)
     if "torch.DataLoader" in bases_of(source):
         raise UserError(f"{kind} gives batches, not samples", "give its .dataset: hpctrain batches and prefetches")
     if has_skip(source):

@@ -157,9 +157,11 @@ def refer_to_function(function: Callable[..., Any], what: str) -> Reference:
         if not _survives_json(bound):
             raise _refusal(f"{what} has arguments that are not plain values: {function!r}")
         inner = refer_to_function(function.func, what)
-        args, keywords = inner["args"] + bound["args"], inner["keywords"] | bound["keywords"]
+        args = inner["args"] + bound["args"]
+        keywords = inner["keywords"] | bound["keywords"]
         return {**inner, "args": args, "keywords": keywords}
-    home, name = str(getattr(function, "__module__", None)), getattr(function, "__qualname__", "")
+    home = str(getattr(function, "__module__", None))
+    name = getattr(function, "__qualname__", "")
     try:
         module = sys.modules[home]
         found = _attribute(module, name)

@@ -96,7 +96,8 @@ def locking(folder: Path) -> Iterator[Check]:
     path = folder / f".hpctrain-doctor-{secrets.token_hex(8)}"
     begin = time.perf_counter()
     try:
-        first, second = create_exclusively(path, b"x"), create_exclusively(path, b"x")
+        first = create_exclusively(path, b"x")
+        second = create_exclusively(path, b"x")
         os.replace(path, path.with_suffix(".renamed"))
         flock = works_with_flock(path.with_suffix(".renamed"))
     except (OSError, HpctrainError) as error:

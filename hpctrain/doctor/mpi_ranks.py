@@ -154,7 +154,8 @@ def ping_pong(comm: Any, rank: int, peer: int, size: int, rounds: int) -> float:
 
 def allreduce(comm: Any, size: int, rounds: int) -> float:
     """Median seconds of a float32 allreduce over all ranks."""
-    values, total = np.ones(size // 4, dtype=np.float32), np.empty(size // 4, dtype=np.float32)
+    values = np.ones(size // 4, dtype=np.float32)
+    total = np.empty(size // 4, dtype=np.float32)
     times = []
     for _ in range(rounds + 3):
         begin = time.perf_counter()

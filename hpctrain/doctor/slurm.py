@@ -34,7 +34,8 @@ def settings(text: str) -> dict[str, str]:
 
 def site(config: dict[str, str]) -> Iterator[Check]:
     """Checks version, requeue, accounting and signals at preemption."""
-    version, cluster = config.get("SLURM_VERSION", "unknown version"), config.get("ClusterName", "?")
+    version = config.get("SLURM_VERSION", "unknown version")
+    cluster = config.get("ClusterName", "?")
     yield Check("Slurm", f"{version}, cluster {cluster}")
     if config.get("JobRequeue") == "0":
         fix = "jobs request it with --requeue; if that is refused, use submit --chain N"

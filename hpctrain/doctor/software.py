@@ -120,7 +120,8 @@ def horovod() -> Iterator[Check]:
 
 def horovod_for(framework: str, built: str, seen: Probe) -> Check:
     """Checks whether Horovod works with the installed version of a framework."""
-    topic, trains_on_gpu = f"Horovod {framework}", seen.facts.get("trains_on_gpu", False)
+    topic = f"Horovod {framework}"
+    trains_on_gpu = seen.facts.get("trains_on_gpu", False)
     gpu = " --gpu" if trains_on_gpu or seen.facts.get("nccl") else ""
     rebuild = f"{INSTALL_HOROVOD}{gpu} --force"
     installed = version_of(framework, f"{framework}-cpu") or "unknown"

@@ -242,7 +242,8 @@ def on_ranks(
         subprocess.TimeoutExpired: the program did not end in time.
     """
     if library is not None:
-        mpirun, cores = MpiRun(find_mpirun(library), library.flavour), usable_cores()
+        mpirun = MpiRun(find_mpirun(library), library.flavour)
+        cores = usable_cores()
         environment = {**environment, **launcher_environment(mpirun.flavour, os.environ)}
         words = [*mpirun.argv(ranks, {}, cores), *words]
     with (

@@ -62,7 +62,10 @@ def supervise(
     run_dir.create()
     lock = LiveLock(run_dir, myself())
     lock.acquire()
-    idle, step, number, first = 0, newest_step(run_dir, None), 0, 0
+    idle = 0
+    step = newest_step(run_dir, None)
+    number = 0
+    first = 0
     before: RunVerdict | None = None
     try:
         while True:
@@ -173,7 +176,8 @@ def begins(run_dir: RunDir, step: int | None) -> str:
     """Says where the next attempt begins: at the checkpoint of ``step``, or at a newer snapshot on the nodes."""
     where = "from the beginning" if step is None else f"from step {step}"
     with suppress(HpctrainError, OSError):
-        trained, progress = Attempts(run_dir).info().get("trained") or 0, RunView(run_dir.path).snapshot().progress
+        trained = Attempts(run_dir).info().get("trained") or 0
+        progress = RunView(run_dir.path).snapshot().progress
         kept = [progress.newest(SnapshotSaved), progress.newest(Resumed)]  # an attempt keeps what it resumed from
         steps = [each.step for each in kept if each and each.attempt >= trained and each.tier not in (None, "store")]
         if max(steps, default=0) > (step or 0):

@@ -144,7 +144,9 @@ def start(world: World, folder: Path | str, config: MonitorConfig | None = None)
 
 def join_memory(world: World, layout: shared.RingLayout) -> tuple[tuple[int, shared.RingLayout, RingClock] | None, str]:
     """Opens the node's shared memory with a clock on this rank's slot. Returns None and the reason if it cannot."""
-    handle, path, problem = -1, "", ""
+    handle = -1
+    path = ""
+    problem = ""
     if world.local_rank == 0:
         try:
             handle, path = shared.create(layout)

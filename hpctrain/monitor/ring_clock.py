@@ -160,7 +160,8 @@ class RingClock:
 
     def device_memory(self, peak_bytes: float, reserved_bytes: float) -> None:
         """Says how much of the GPU's memory tensors used at most, and PyTorch holds."""
-        self.head[PEAK_BYTES], self.head[RESERVED_BYTES] = peak_bytes, reserved_bytes
+        self.head[PEAK_BYTES] = peak_bytes
+        self.head[RESERVED_BYTES] = reserved_bytes
 
     def publish(self) -> None:
         """Writes the totals to the ring as a step's row, then the count that makes the row valid."""

@@ -211,7 +211,8 @@ def start_any_over_mpi(mpi: Any) -> Callable[[bool], Callable[[], bool]]:
     comm = mpi.COMM_WORLD.Dup()
 
     def start(mine: bool) -> Callable[[], bool]:
-        flags, result = np.array([mine], dtype=np.int32), np.zeros(1, dtype=np.int32)
+        flags = np.array([mine], dtype=np.int32)
+        result = np.zeros(1, dtype=np.int32)
         request = comm.Iallreduce(flags, result, mpi.MAX)
 
         def read() -> bool:

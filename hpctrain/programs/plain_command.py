@@ -282,7 +282,8 @@ def said_last(log: Path) -> str:
         plain = [line for line in lines if not line.startswith((" ", "\t", "[", "="))] or lines
         return plain[-1].strip() if plain else ""
     own = [each for each in found if not any(name in each[2] for name in OF_LAUNCHERS)] or found
-    error, rest = own[-1][2].strip(), end[own[-1].end() :].replace(f"\n{own[-1][1]}", "\n")
+    error = own[-1][2].strip()
+    rest = end[own[-1].end() :].replace(f"\n{own[-1][1]}", "\n")
     part = ERROR_LINE.search(rest) if "sub-exception" in error else None
     more = OTHERS.split(rest, maxsplit=1)[0].strip("\n").split("\n")[:MOST_LINES]
     return f"{error}: {part[1].strip()}" if part else "\n".join([error, *more]).rstrip()

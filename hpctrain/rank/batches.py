@@ -27,7 +27,9 @@ TRIED_SAMPLES = 32
 
 def first_batch(problem: Problem, world: World, most: int | None = None) -> Samples:
     """Returns this rank's first micro-batch, at most ``most`` samples; empty if the first batch has none for it."""
-    loading, order, examples = problem.loading, problem.order, examples_of(problem.train, MOST_SAMPLES)
+    loading = problem.loading
+    order = problem.order
+    examples = examples_of(problem.train, MOST_SAMPLES)
     ids = order.batch_indices(0, 0) if isinstance(order, Order) else np.arange(order.global_batch)
     mine = ids[part_of(len(ids), world.data.rank, world.data.size)]
     micro_batches = min(loading.micro_batches, max(len(mine), 1))
@@ -72,7 +74,9 @@ def make_validation_sets(problem: Problem, world: World, place: Place) -> dict[s
 
 def make_data(problem: Problem, world: World, place: Place) -> BatchSource:
     """Returns the source of this rank's part of each global batch."""
-    loading, rank, size = problem.loading, world.data.rank, world.data.size
+    loading = problem.loading
+    rank = world.data.rank
+    size = world.data.size
     common: dict[str, Any] = {"accumulate": loading.micro_batches, "prefetch": loading.prefetch_batches}
     common |= {"recipe": loading.recipe, "place": place}
     if isinstance(problem.train, Stream):
@@ -95,7 +99,8 @@ class DataPosition(BaseHook):
         self.data, self.warn, self.has_warned = data, warn, False
 
     def after_step(self, training: Training, result: StepResult) -> None:
-        changed, digest = getattr(self.data, "changed", ""), getattr(self.data, "digest", "")
+        changed = getattr(self.data, "changed", "")
+        digest = getattr(self.data, "digest", "")
         if changed and not self.has_warned:
             self.has_warned = True
             if training.world.rank == 0:

@@ -117,7 +117,8 @@ class Problem:
 
     def described(self, batch: Samples) -> str:
         """Says what becomes of a training batch, for the user."""
-        found, loading = described(self.task, self.loading.recipe.names, batch), self.loading
+        found = described(self.task, self.loading.recipe.names, batch)
+        loading = self.loading
         if loading.unused_workers and not loading.workers:
             unused = f"num_workers={loading.unused_workers} of the DataLoader is not used"
             found += f"\na thread of each rank reads the data, since data.workers is 0; {unused}"

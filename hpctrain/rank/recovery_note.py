@@ -69,7 +69,8 @@ def loss_before(run_dir: RunDir, number: int) -> Loss | None:
     ranks = words.ranks if words else ()
     times = [noted.at for noted in last_words.noted_deaths(run_dir, before.number)]
     times += [word.ended for word in ranks if word.ended is not None]
-    began, steps = [before.from_step or 0], [before.to_step or 0, *(word.step or 0 for word in ranks)]
+    began = [before.from_step or 0]
+    steps = [before.to_step or 0, *(word.step or 0 for word in ranks)]
     for path in (run_dir.events, run_dir.monitor_events):
         for event in stored_events_at_end(path):
             if event.attempt == before.number:

@@ -177,7 +177,8 @@ def make_hooks(
         profile = [Profile(config.track.profile, profiler, session.warn)]
     stateful = [*watch, *scheduler_hooks(problem.task), *problem.task.hooks, *more, DataPosition(data, session.warn)]
     if config.checkpoint.enabled:
-        batch, fingerprint = problem.order.global_batch, problem.fingerprint()
+        batch = problem.order.global_batch
+        fingerprint = problem.fingerprint()
         identity = identity_of(dataclasses.asdict(config), batch, fingerprint, problem.sources())
         identity["code"] = code_of(config.task)
         state = kept_state(problem.task.state)

@@ -98,7 +98,8 @@ class RowExchange:
         return found
 
     def _sum_whole(self, given: SparseRows, rows: int, columns: int) -> SparseRows:
-        table, missing = np.zeros((rows, columns), self.dtype), np.ones(rows, np.uint8)
+        table = np.zeros((rows, columns), self.dtype)
+        missing = np.ones(rows, np.uint8)
         table[given.indices], missing[given.indices] = given.values, 0
         everywhere = self.group.begin_min(missing, WHAT)
         self.group.add(table, WHAT)

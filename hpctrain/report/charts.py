@@ -147,7 +147,8 @@ def confusion_chart(title: str, labels: Sequence[str], counts: Sequence[Sequence
         shares = table / np.maximum(table.sum(axis=1, keepdims=True), 1)
         _cells(axes, np.where(np.eye(len(table)) > 0, -shares, shares), PALE, "equal")
         every = -(-len(labels) // MOST_NAMES)
-        places, names = range(0, len(labels), every), [said(name, 16) for name in labels[::every]]
+        places = range(0, len(labels), every)
+        names = [said(name, 16) for name in labels[::every]]
         axes.set_yticks(places, names)
         axes.set_xticks(places, names, rotation=90 if max(map(len, names)) > 3 else 0)
         axes.set_xlabel("predicted", loc="left")

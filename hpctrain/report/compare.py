@@ -39,7 +39,8 @@ def compare(runs: Sequence[RunHistory]) -> dict[str, Any]:
         results[name] = [summary["metrics"].get(name, {}).get("last") for summary in summaries]
     accounts = [run.run.account for run in runs]
     results["goodput"] = [None if account.is_short else account.goodput for account in accounts]
-    names, paths = [str(summary["name"]) for summary in summaries], [str(run.run.path) for run in runs]
+    names = [str(summary["name"]) for summary in summaries]
+    paths = [str(run.run.path) for run in runs]
     return {
         "runs": names if len(set(names)) == len(names) else paths,
         "configuration": differences([flat(run.run.config) for run in runs]),

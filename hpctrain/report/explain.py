@@ -251,7 +251,8 @@ def unknown(data: RunHistory, state: RunState | None = None) -> Explanation:
         evidence = "nothing in the run folder says how it ended"
         if missing:
             evidence = f"the run folder has no {', no '.join(missing)}"
-    title, fix = "It is unknown what ended this run", "look at the job's own log and at logs/"
+    title = "It is unknown what ended this run"
+    fix = "look at the job's own log and at logs/"
     return Explanation(Code.UNKNOWN, title, (evidence,), fix)
 
 
@@ -314,9 +315,12 @@ def phases(data: RunHistory) -> list[Explanation]:
 
 def exchanges(data: RunHistory) -> list[Explanation]:
     """Gradients of GPUs that go through host memory; and steps much longer than the trial steps of ``auto``."""
-    last, started = data.run.progress.newest(events.Train), data.last(events.RunStarted)
-    spent, found = last.seconds_per_step() if last else {}, list[Explanation]()
-    exchange, step = spent.get("exchange", 0.0), sum(spent.get(phase, 0.0) for phase in REHEARSED)
+    last = data.run.progress.newest(events.Train)
+    started = data.last(events.RunStarted)
+    spent = last.seconds_per_step() if last else {}
+    found = list[Explanation]()
+    exchange = spent.get("exchange", 0.0)
+    step = sum(spent.get(phase, 0.0) for phase in REHEARSED)
     host_s = started.through_host_s if started else None
     if host_s:
         title = f"gradients of GPUs go through host memory: about {host_s:.2g} s per update"
@@ -342,7 +346,8 @@ def failed_checkpoints(data: RunHistory) -> list[Explanation]:
     count = data.counts.get(events.CheckpointFailed.NAME, 1)
     which = "1 checkpoint" if count == 1 else f"{count} checkpoints"
     title = f"{which} could not be written, the last at step {failed.step}: {failed.error}"
-    saved, in_a_row = data.last(events.CheckpointSaved), failed.failures or 1
+    saved = data.last(events.CheckpointSaved)
+    in_a_row = failed.failures or 1
     evidence: tuple[str, ...] = ()
     if not saved or saved.time < failed.time:
         newest = f"the newest one is from step {saved.step}" if saved else "there is none"

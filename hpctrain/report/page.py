@@ -153,7 +153,8 @@ def moment(seconds: float | None) -> str:
 
 
 def _figure(name: str, figure: Figure, step: int) -> ReportSection:
-    key, title = re.sub(r"[^\w-]+", "_", f"metric_{name}"), f"Validation {name} at step {step}"
+    key = re.sub(r"[^\w-]+", "_", f"metric_{name}")
+    title = f"Validation {name} at step {step}"
     if isinstance(figure, Curve):
         x, y = figure.x, figure.y
         axes = f"across: {figure.x_label}; up: {figure.y_label}"

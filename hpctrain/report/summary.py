@@ -34,7 +34,8 @@ class Span:
 
 def summarize(data: RunHistory) -> dict[str, Any]:
     """Everything that ``report --json`` prints; None for what is unknown."""
-    started, finished = data.last(events.RunStarted), data.last(events.RunFinished)
+    started = data.last(events.RunStarted)
+    finished = data.last(events.RunFinished)
     spans = make_spans(data)
     start = started.to_json() if started else {}
     devices = next((event.ranks for event in reversed(data.all(events.Devices)) if event.ranks), ())
@@ -162,7 +163,8 @@ def checkpoints(data: RunHistory) -> dict[str, Any]:
         known = [value for value in values if value is not None]
         return float(np.median(known)) if known else None
 
-    size, write = middle(event.bytes for event in saved), middle(event.write_s for event in saved)
+    size = middle(event.bytes for event in saved)
+    write = middle(event.write_s for event in saved)
     return {
         "saved": data.counts.get(events.CheckpointSaved.NAME, 0),
         "failed": data.counts.get(events.CheckpointFailed.NAME, 0),

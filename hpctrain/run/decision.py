@@ -145,7 +145,8 @@ def _orderly(words: Sequence[LastWord], attempts: Sequence[Attempt], stop: Stop 
         return RunVerdict(
             Action.DONE, ExitCode.DONE, ("stopped early" if early else "done") + when, code=Code.COMPLETED
         )
-    again, code = "the same command resumes it", stop.code if stop else Code.STOPPED
+    again = "the same command resumes it"
+    code = stop.code if stop else Code.STOPPED
     at = (f" at step {step}" if step or saves else "") if words else " before any rank began"
     reason = f"stopped by {stop.by if stop else 'a request'}{at}"
     if not saves and not (stop and stop.by_person):

@@ -174,7 +174,9 @@ def padded(word: LastWord) -> bytes:
 def shortened(word: LastWord, most_bytes: int) -> dict[str, Any]:
     """Returns the word for JSON; shortens the traceback, and bounds the sentences, of one that exceeds the limit."""
     if word.error is not None and len(json.dumps(word.to_json())) >= most_bytes:
-        trace, begin, end = word.error.traceback, most_bytes // 16, most_bytes * 5 // 16
+        trace = word.error.traceback
+        begin = most_bytes // 16
+        end = most_bytes * 5 // 16
         shorter = trace if len(trace) <= begin + end else trace[:begin] + "\n...\n" + trace[-end:]
         what, fix = word.error.what[:2000], word.error.fix[:1000]
         word = dataclasses.replace(word, error=dataclasses.replace(word.error, what=what, fix=fix, traceback=shorter))
@@ -309,7 +311,8 @@ class WordReader:
     def _take(self, entry: os.DirEntry[str], stamp: Stamp) -> None:
         """Reads a file. If it cannot be read, the earlier word stays."""
         with contextlib.suppress(OSError, ValueError):
-            word, settled = word_of(self._read(entry.path)), time.time() - stamp[0] / 1e9 > SETTLED_S
+            word = word_of(self._read(entry.path))
+            settled = time.time() - stamp[0] / 1e9 > SETTLED_S
             self.seen[entry.name] = WordsFile(stamp if settled else None, word)
 
     def _read(self, path: str) -> Any:
@@ -380,7 +383,9 @@ def ahead_s(gather: Callable[[float], Sequence[float]]) -> float:
 
     Collective; ``gather`` returns the values of all ranks.
     """
-    most, least, before = math.inf, -math.inf, -math.inf
+    most = math.inf
+    least = -math.inf
+    before = -math.inf
     for _ in range(ROUNDS):
         sent = time.time()
         first = gather(sent)[0]

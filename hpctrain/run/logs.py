@@ -123,7 +123,9 @@ def follow(path: Path, over: Callable[[], bool], pause_s: float = 0.5, ask_s: fl
 
     ``over`` queries Slurm's controller, which serves all users, so it is called only every ``ask_s`` seconds.
     """
-    position, ended, asked = 0, False, float("-inf")
+    position = 0
+    ended = False
+    asked = float("-inf")
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     while True:
         if not ended and time.monotonic() - asked >= ask_s:

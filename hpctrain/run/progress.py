@@ -157,7 +157,8 @@ class Progress:
     @property
     def failing_saves(self) -> str | None:
         """A sentence saying that checkpoints fail; None if one has been saved since."""
-        failed, saved = self.newest(events.CheckpointFailed), self.newest(events.CheckpointSaved)
+        failed = self.newest(events.CheckpointFailed)
+        saved = self.newest(events.CheckpointSaved)
         if not failed or failed.attempt < self.attempt or (saved and saved.time > failed.time):
             return None
         newest = f"the newest is from step {saved.step}" if saved else "there is none"
@@ -166,7 +167,8 @@ class Progress:
     @property
     def store_away(self) -> str | None:
         """A sentence saying that checkpoints do not reach the object store; None if one has since."""
-        away, stored = self.newest(events.StoreAway), self.newest(events.CheckpointStored)
+        away = self.newest(events.StoreAway)
+        stored = self.newest(events.CheckpointStored)
         if not away or away.attempt < self.attempt or (stored and stored.time > away.time):
             return None
         newest = f"the newest there is from step {stored.step}" if stored else "none has been sent"

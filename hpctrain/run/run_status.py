@@ -230,7 +230,8 @@ def _by_job(job: QueueEntry, when: str = "") -> RunState:
     """Returns the state of a run without a recorded end, from the state of its job."""
     why = f"job {job.id} is {job.state}" + (f" ({job.reason})" if job.reason else "")
     word = Word.CANCELLED if job.state == "CANCELLED" else Word.UNKNOWN if job.state == "COMPLETED" else Word.FAILED
-    code, said = BY_JOB.get(job.state, Code.UNKNOWN), f": {job.note}" if job.note else ""
+    code = BY_JOB.get(job.state, Code.UNKNOWN)
+    said = f": {job.note}" if job.note else ""
     why = f"{why}, {when}{said}" if when else why
     return RunState(word, why, is_over=True, code=code, fix=FIXES.get(code, ""))
 

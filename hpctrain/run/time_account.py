@@ -81,7 +81,10 @@ class Sums:
         self.times: dict[int, tuple[float, float]] = {}
         """Unix seconds of each attempt's first and newest event."""
         self._reached = 0
-        self._steps, self._all_s, self._new_s, self._saving_s = 0, 0.0, 0.0, 0.0
+        self._steps = 0
+        self._all_s = 0.0
+        self._new_s = 0.0
+        self._saving_s = 0.0
         self._failures, self._failures_s, self._repeated = 0, 0.0, 0
 
     def add(self, event: Event) -> None:

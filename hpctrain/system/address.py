@@ -98,7 +98,8 @@ def meeting_address(own: Sequence[Interface], others: Sequence[Sequence[str]]) -
     parsed = [[ipaddress.ip_address(address) for address in addresses] for addresses in elsewhere]
     shared = []
     for interface in own:
-        network, address = ipaddress.ip_network(interface.network), ipaddress.ip_address(interface.address)
+        network = ipaddress.ip_network(interface.network)
+        address = ipaddress.ip_address(interface.address)
         if all(address not in host and any(one in network for one in host) for host in parsed):
             shared.append(interface)
     return max(shared, key=lambda interface: (interface.fast, interface.speed)).address if shared else None

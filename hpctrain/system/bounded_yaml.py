@@ -41,7 +41,8 @@ class BoundedLoader(Loader):
         """Expanded characters and levels by id of the node; nodes live as long as the loader."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        mark, is_alias = self.peek_event().start_mark, self.check_event(yaml.AliasEvent)
+        mark = self.peek_event().start_mark
+        is_alias = self.check_event(yaml.AliasEvent)
         self._depth += 1
         if self._depth > DEEPEST:
             raise yaml.composer.ComposerError(None, None, f"it nests deeper than {DEEPEST} levels", mark)

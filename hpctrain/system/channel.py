@@ -148,7 +148,8 @@ class Opener:
 
     def _verified(self, part: bytes, size: int) -> bytes:
         """Removes and returns a part of this size from the front, with its tag behind it."""
-        content, seal = bytes(self.incoming[:size]), bytes(self.incoming[size : size + TAG_BYTES])
+        content = bytes(self.incoming[:size])
+        seal = bytes(self.incoming[size : size + TAG_BYTES])
         del self.incoming[: size + TAG_BYTES]
         if not hmac.compare_digest(tag(self.key, self.number, part, content), seal):
             raise ProtocolError("a frame is not from the other side, or out of order")

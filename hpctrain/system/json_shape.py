@@ -107,7 +107,9 @@ def maker(kind: type[T], **own: Reads) -> Callable[[typing.Any], T]:
         kind: the dataclass.
         own: readers of some fields, which replace those by type.
     """
-    fields, an_object, hints = fields_of(kind, **own), sound(dict), typing.get_type_hints(kind)
+    fields = fields_of(kind, **own)
+    an_object = sound(dict)
+    hints = typing.get_type_hints(kind)
     nothing = {name: None for name in fields if type(None) in typing.get_args(hints[name]) and not hasattr(kind, name)}
 
     def make(value: typing.Any) -> T:
@@ -123,7 +125,8 @@ def maker(kind: type[T], **own: Reads) -> Callable[[typing.Any], T]:
 
 def fields_of(kind: typing.Any, **own: Reads) -> dict[str, Reads]:
     """Readers of a dataclass's fields for values that are not null: from ``own``, or by type."""
-    hints, names = typing.get_type_hints(kind), [each.name for each in dataclasses.fields(kind)]
+    hints = typing.get_type_hints(kind)
+    names = [each.name for each in dataclasses.fields(kind)]
     bare = {
         name: typing.get_args(hints[name])[0] if typing.get_origin(hints[name]) is UnionType else hints[name]
         for name in names
@@ -147,7 +150,8 @@ def _reading(hint: typing.Any) -> Reads:
     if dataclasses.is_dataclass(hint):
         return maker(typing.cast(type, hint))
     if isinstance(hint, type) and issubclass(hint, Enum):
-        make, a_text = getattr(hint, "read", hint), sound(lambda value: isinstance(value, str))
+        make = getattr(hint, "read", hint)
+        a_text = sound(lambda value: isinstance(value, str))
         return lambda value: make(a_text(value))
     return sound(is_count if hint is int else hint)
 

@@ -128,7 +128,8 @@ def _discard(stream: TextIO) -> None:
     """Discards what a failed write left in the buffer: Python would fail again at exit, with exit code 120."""
     with contextlib.suppress(OSError, ValueError):
         handle = stream.fileno()
-        kept, nowhere = os.dup(handle), os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        kept = os.dup(handle)
+        nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         try:
             os.dup2(nowhere, handle)
             stream.flush()

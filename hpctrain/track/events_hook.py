@@ -76,7 +76,8 @@ class EventsHook(BaseHook):
         self.hosts = sorted(set(training.world.everyone.allgather(training.world.host, "name the hosts")))
         self.clock.take()
         self.began, self.interval_began = wall_clock(), time.monotonic()
-        self.first_step, self.samples = training.state.step, training.state.samples
+        self.first_step = training.state.step
+        self.samples = training.state.samples
 
     def after_step(self, training: Training, result: StepResult) -> None:
         self.results.append(result)
@@ -120,7 +121,8 @@ class EventsHook(BaseHook):
             self.start(training)
         if self.results:
             self.report(training)
-        steps, seconds = training.state.step - self.first_step, wall_clock() - self.began
+        steps = training.state.step - self.first_step
+        seconds = wall_clock() - self.began
         step = training.state.step
         self.emit(training, RunFinished(step=step, reason=reason.value, steps=steps, seconds=seconds))
 
@@ -185,7 +187,9 @@ class EventsHook(BaseHook):
         seconds_taken = max(now - self.interval_began, 1e-9)
         samples_per_s = (state.samples - self.samples) / seconds_taken
         tokens_per_s = means.pop(TOKENS) * data.size / seconds_taken
-        self.samples, self.tokens, self.interval_began = state.samples, training.tokens, now
+        self.samples = state.samples
+        self.tokens = training.tokens
+        self.interval_began = now
         timed = [name for name in means if name.startswith("seconds/")]
         seconds = {name.removeprefix("seconds/"): means.pop(name) for name in timed}
         event = Train(

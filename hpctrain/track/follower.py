@@ -54,7 +54,9 @@ class FollowerSink:
     """
 
     def __init__(self, name: str, title: str, run_dir: RunDir, uri: str, more: str = "") -> None:
-        self.name, self.title, self.run_dir = name, f"{title} at {uri}", run_dir
+        self.name = name
+        self.title = f"{title} at {uri}"
+        self.run_dir = run_dir
         self.words = (str(run_dir.path), uri, more)
         self.follower: subprocess.Popen[bytes] | None = None
         self.has_warned = False

@@ -80,7 +80,9 @@ def peak_per_s(multiply: Callable[[], object], size: int) -> float:
         multiply: computes one product, and returns when it is done.
         size: rows of the matrices; CPU_SIZE on a CPU.
     """
-    fastest, done, until = math.inf, 0, time.perf_counter() + MEASURED_S
+    fastest = math.inf
+    done = 0
+    until = time.perf_counter() + MEASURED_S
     least = 1 if size == CPU_SIZE else LEAST_PRODUCTS
     while done < least or time.perf_counter() < until:
         began = time.perf_counter()

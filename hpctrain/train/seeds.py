@@ -46,5 +46,6 @@ def restore_host_random_state(arrays: Mapping[str, Array]) -> None:
     if "rng/numpy" in arrays:
         spare = float(arrays["rng/numpy_spare"][0])
         has = not np.isnan(spare)
-        key, pos = arrays["rng/numpy"][:-1].astype(np.uint32), int(arrays["rng/numpy"][-1])
+        key = arrays["rng/numpy"][:-1].astype(np.uint32)
+        pos = int(arrays["rng/numpy"][-1])
         np.random.set_state(("MT19937", key, pos, int(has), spare if has else 0.0))

@@ -100,7 +100,8 @@ def put_together(arrays: Mapping[str, Array], leaf: Callable[[str, Any], Any], w
     Raises:
         UserError: the arrays do not describe a value.
     """
-    integers, floats = iter(arrays.get(INTEGERS, ())), iter(arrays.get(FLOATS, ()))
+    integers = iter(arrays.get(INTEGERS, ()))
+    floats = iter(arrays.get(FLOATS, ()))
 
     def value(node: Any) -> Any:
         kind, content = node

@@ -57,7 +57,8 @@ class BestMetric:
         return {"best": self.value, "evaluations_since_best": self.evaluations_since}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        self.value, self.evaluations_since = saved["best"], saved["evaluations_since_best"]
+        self.value = saved["best"]
+        self.evaluations_since = saved["evaluations_since_best"]
 
 
 def improves(value: float, best: float | None, config: EarlyStopConfig | PlateauConfig) -> bool:
@@ -153,7 +154,9 @@ class VerifyWeights(BaseHook):
         """Steps of this attempt."""
 
     def after_step(self, training: Training, result: StepResult) -> None:
-        step, world, framework = training.state.step, training.world, training.framework
+        step = training.state.step
+        world = training.world
+        framework = training.framework
         self.steps += 1
         is_due = self.steps == 1 if self.every_steps is None else step % self.every_steps == 0
         if not is_due:

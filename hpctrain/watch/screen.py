@@ -140,7 +140,9 @@ def _curve(line: Measured, width: int) -> Text:
     text = Text(f"{name:<{LABEL}.{LABEL}} ").append(f"{value:>10}", "" if line.value is not None else "bold red")
     room = min(SPARK, width - LABEL - 36)
     if room > 4 and line.history:
-        curve, low, high = sparkline(line.history, room), min(line.history), max(line.history)
+        curve = sparkline(line.history, room)
+        low = min(line.history)
+        high = max(line.history)
         text.append("  ").append(curve, "cyan")
         text.append(f"{'':{room - len(curve)}}  {number(low)} to {number(high)}" if low != high else "", "dim")
     return text

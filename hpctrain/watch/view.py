@@ -100,14 +100,17 @@ class View:
         """The view as a dict for JSON."""
         made = asdict(self)
         made["recoveries"] = [event.to_json() for event in self.recoveries]
-        made["state"], made["why"], made["is_over"] = self.state.word.value, self.state.why, self.state.is_over
+        made["state"] = self.state.word.value
+        made["why"] = self.state.why
+        made["is_over"] = self.state.is_over
         return made
 
 
 def make(found: RunSnapshot, now: float, job: QueueEntry | None = None, job_age_s: float = 0.0) -> View:
     """Makes a view at a time (Unix seconds), with the job as reported by Slurm ``job_age_s`` seconds ago."""
     progress, newest = found.progress, found.newest or Attempt()
-    train, started = progress.newest(Train) or Train(step=0), progress.newest(RunStarted) or RunStarted(step=0)
+    train = progress.newest(Train) or Train(step=0)
+    started = progress.newest(RunStarted) or RunStarted(step=0)
     stands = found.state(now, job)
     runs = stands.word is Word.RUNNING
     window = found.live or LiveWindow()

@@ -45,8 +45,12 @@ class KerasFramework(FrameworkOfParts):
     def __init__(
         self, task: KerasTask, program: LossProgram | TrainStepProgram, evaluator: KerasEvaluator, source: KerasState
     ) -> None:
-        self.task, self.program, self.evaluator, self.source = task, program, evaluator, source
-        self.step, self.set_learning_rate = program.run, source.rates.multiply
+        self.task = task
+        self.program = program
+        self.evaluator = evaluator
+        self.source = source
+        self.step = program.run
+        self.set_learning_rate = source.rates.multiply
         self.flops: Flops | None = None
 
     @property

@@ -242,7 +242,8 @@ def rows_updated_alone() -> Iterator[None]:
             original(self, gradient, variable, learning_rate)
             return
         accumulator = self._accumulators[self._get_variable_index(variable)].value
-        values, rate = tf.cast(gradient.values, variable.dtype), tf.cast(learning_rate, variable.dtype)
+        values = tf.cast(gradient.values, variable.dtype)
+        rate = tf.cast(learning_rate, variable.dtype)
         accumulator.scatter_add(tf.IndexedSlices(tf.square(values), gradient.indices))
         roots = tf.sqrt(accumulator.sparse_read(gradient.indices) + self.epsilon)
         variable.scatter_sub(tf.IndexedSlices(rate * values / roots, gradient.indices))

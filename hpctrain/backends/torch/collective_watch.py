@@ -57,7 +57,10 @@ class CollectiveWatch:
     """
 
     def __init__(self, clock: RingClock, run: RunDir, path: Path, silence_s: float) -> None:
-        self.clock, self.run_dir, self.path, self.silence_s = clock, run, path, silence_s
+        self.clock = clock
+        self.run_dir = run
+        self.path = path
+        self.silence_s = silence_s
         self.over = threading.Event()
         self.thread = threading.Thread(target=self.watch, name="collective watch", daemon=True)
         self.thread.start()

@@ -116,7 +116,8 @@ class BatchSender:
 
     def __call__(self, batch: HostBatch) -> BatchCopy:
         with self.stream.here():
-            tensors, done = self.compute.sent(batch), accelerator.event(self.compute.device)
+            tensors = self.compute.sent(batch)
+            done = accelerator.event(self.compute.device)
             done.record()
         return BatchCopy(tensors, done)
 

@@ -29,7 +29,10 @@ class TorchFlatWeights:
     state_tensor = TorchTensor
 
     def __init__(self, group: Group, peers: ProcessGroup | None, parameters: Sequence[Tensor]) -> None:
-        self.group, self.peers, self.parameters, self.size = group, peers, parameters, group.size
+        self.group = group
+        self.peers = peers
+        self.parameters = parameters
+        self.size = group.size
         self.sizes = [one.numel() for one in self.trained]
         self.device = torch.device("cpu") if peers is None else peers.device
         broadcast(group, self.trained, "receive the model", peers)

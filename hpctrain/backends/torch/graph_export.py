@@ -44,7 +44,9 @@ class ForwardPass(torch.nn.Module):
 
     def __init__(self, task: TorchTask, names: Sequence[str]) -> None:
         super().__init__()
-        self.model, self.task_forward, self.names = task.model, task.forward, names
+        self.model = task.model
+        self.task_forward = task.forward
+        self.names = names
 
     def forward(self, *arrays: torch.Tensor) -> Any:
         return self.task_forward(self.model, dict(zip(self.names, arrays, strict=True)))

@@ -221,7 +221,8 @@ def gloo(
     ends_calmly()
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     if hasattr(options, "group_name"):  # not in PyTorch 2.6, whose recorder knows only NCCL
-        options.group_name, options.global_ranks_in_group = name, list(members)
+        options.group_name = name
+        options.global_ranks_in_group = list(members)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timeout
     return dist.ProcessGroupGloo(store, rank, size, options)
@@ -236,7 +237,8 @@ def nccl(group: Group, meeting: Rendezvous, device: torch.device, timeout: timed
     word = word_of(device)
     kind: Any = getattr(dist, f"ProcessGroup{word.upper()}")
     options = kind.Options()
-    options.group_name, options.global_ranks_in_group = group.name, list(meeting.members)
+    options.group_name = group.name
+    options.global_ranks_in_group = list(meeting.members)
     options._timeout = timeout
     ranks, problem = None, None
     try:
@@ -343,7 +345,8 @@ def peers_of(group: Group, device: torch.device, timeout_s: float = TIMEOUT_S) -
     if group not in OPEN:
         if word_of(device) != "gloo":
             require_own_gpus(group, device)
-        meeting, timeout = meet(group, group.name, timeout_s), timedelta(seconds=timeout_s)
+        meeting = meet(group, group.name, timeout_s)
+        timeout = timedelta(seconds=timeout_s)
         ranks: Any = (
             gloo(meeting.address, meeting.store, group.rank, group.size, timeout, group.name, meeting.members)
             if word_of(device) == "gloo"

@@ -56,15 +56,27 @@ class TorchFramework(FrameworkOfParts):
         advice: Sequence[str],
     ) -> None:
         self.advice = advice
-        self.parts, self.program, self.evaluator, self.source = parts, program, evaluator, source
-        self.prepared, self.world, self.host, self.device = prepared, parts.world, parts.compute, parts.compute.device
-        self.task, self.model, self.optimizer = parts.task, parts.model, parts.task.optimizer
+        self.parts = parts
+        self.program = program
+        self.evaluator = evaluator
+        self.source = source
+        self.prepared = prepared
+        self.world = parts.world
+        self.host = parts.compute
+        self.device = parts.compute.device
+        self.task = parts.task
+        self.model = parts.model
+        self.optimizer = parts.task.optimizer
         self.flops: Flops | None = None
-        self.step, self.use, self.set_learning_rate = program.run, parts.exchanges.use, source.optimizer_state.set_rates
+        self.step = program.run
+        self.use = parts.exchanges.use
+        self.set_learning_rate = source.optimizer_state.set_rates
 
     @property
     def facts(self) -> Facts:
-        exchanges, source, gradient_bytes = self.parts.exchanges, self.source, self._gradient_bytes
+        exchanges = self.parts.exchanges
+        source = self.source
+        gradient_bytes = self._gradient_bytes
         reducer = exchanges.used.name if exchanges.used else None
         on_host = self.device.type != "cpu" and reducer is not None and reducer.startswith("mpi")
         return Facts(
@@ -168,7 +180,8 @@ class TorchEvaluator:
 
     def try_mean(self, batch: HostBatch) -> None:
         """Raises UserError if the loss of these samples is not a mean; calls the model, see ``require_mean``."""
-        task, inputs = self.parts.task, self.parts.compute.tensors(copied(batch))
+        task = self.parts.task
+        inputs = self.parts.compute.tensors(copied(batch))
         again = functools.partial(task.forward, self.passes.called)
         with self._evaluating():
             require_mean(TORCH, "loss", task.loss, None, inputs, again)

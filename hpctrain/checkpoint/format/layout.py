@@ -292,7 +292,8 @@ def tiles(piece: TensorPiece, axis: int, parts: int) -> list[TensorPiece]:
     if axis >= len(shape) or count == 1:
         return [piece]
     width = shape[axis] // count
-    first, last = piece.box.begin[axis] // width, -(-piece.box.end[axis] // width)
+    first = piece.box.begin[axis] // width
+    last = -(-piece.box.end[axis] // width)
     size = (*shape[:axis], width, *shape[axis + 1 :])
     begins = (tuple(at * width * (each == axis) for each in range(len(shape))) for at in range(first, last))
     return [replace(piece, box=piece.box.overlap(Box(begin, size))) for begin in begins]

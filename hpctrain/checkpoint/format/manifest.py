@@ -35,7 +35,8 @@ def encode(step: int, ranks: int, meta: Mapping[str, Any], shard_texts: Iterable
 def with_shards(data: bytes, where: str, shard_texts: Iterable[bytes]) -> bytes:
     """Replace the shards of an encoded manifest. Raises DamagedCheckpoint if it is damaged."""
     reader = JsonReader(parse_json(body_of(data, where), where), where)
-    step, ranks = reader.integer("step", 0, 10**18 - 1), reader.integer("ranks", 1, 10**9)
+    step = reader.integer("step", 0, 10**18 - 1)
+    ranks = reader.integer("ranks", 1, 10**9)
     return encode(step, ranks, reader.get("meta", dict, "an object"), shard_texts)
 
 

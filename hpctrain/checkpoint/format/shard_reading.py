@@ -282,7 +282,8 @@ class OpenPiece:
 
     def read_whole(self, out: Array) -> None:
         """Read the whole piece into a contiguous array."""
-        memory, block_bytes = out.reshape(-1).view(np.uint8), self.stored.block_bytes
+        memory = out.reshape(-1).view(np.uint8)
+        block_bytes = self.stored.block_bytes
         for number, begin in enumerate(range(0, memory.size, block_bytes)):
             self.read_block(number, memory[begin : begin + block_bytes])
 

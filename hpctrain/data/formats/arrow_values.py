@@ -26,7 +26,8 @@ def unified(schema: Any, found: Sequence[tuple[str, Any]]) -> tuple[Any, dict[st
             name = next(name for name in each.names if each.names.count(name) > 1)
             raise UserError(f"{path} has two columns named {name!r}", "rename one of them")
         for index, name in enumerate(schema.names):
-            known, kind = schema.field(index).type, each.field(name).type if name in each.names else None
+            known = schema.field(index).type
+            kind = each.field(name).type if name in each.names else None
             if kind in (known, None):
                 continue
             pair = [pyarrow.schema([(name, one)]) for one in (known, kind)]

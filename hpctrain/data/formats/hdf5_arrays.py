@@ -46,7 +46,8 @@ class MappedArray:
 
     def check(self) -> None:
         """Raise UserError if the file has become too short."""
-        num_bytes, end = self.mapping.size(), self.begin + self.dtype.itemsize * math.prod(self.shape)
+        num_bytes = self.mapping.size()
+        end = self.begin + self.dtype.itemsize * math.prod(self.shape)
         if num_bytes < end:
             fix = "copy or make it again, and do not change data during a run"
             raise UserError(f"{self.path} is truncated: it has {num_bytes} bytes in place of at least {end}", fix)

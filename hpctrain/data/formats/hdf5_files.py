@@ -58,7 +58,9 @@ class Hdf5File:
         Raises:
             UserError: a link is broken, circular, or leads to another file.
         """
-        here, names, hops = self.root["/"], parts(name), 0
+        here = self.root["/"]
+        names = parts(name)
+        hops = 0
         while names:
             part = names.pop(0)
             link = link_at(here, part)

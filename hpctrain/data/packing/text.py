@@ -248,7 +248,9 @@ def pieces_of(files: Sequence[Path], field: str) -> Iterator[TextChunk]:
 
 def of_text(path: Path) -> Iterator[TextChunk]:
     """A plain-text file as one document; line endings are kept."""
-    decoder, rest, begin = codecs.getincrementaldecoder("utf-8-sig")(), "", 0
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    rest = ""
+    begin = 0
     with path.open("rb") as file:
         while True:
             block = file.read(PIECE_BYTES)

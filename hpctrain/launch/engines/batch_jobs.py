@@ -93,7 +93,8 @@ def script(system: BatchSystem, config: Config, run: RunDir) -> str:
         UserError: a value that a script cannot hold.
     """
     launch = config.launch
-    nodes, ranks = launch.nodes + launch.spare_nodes, launch.ranks_per_node or 1
+    nodes = launch.nodes + launch.spare_nodes
+    ranks = launch.ranks_per_node or 1
     log = printable(str(run.logs / "job.out"), "run_dir")
     if not re.fullmatch(r"[\w/.+@-]+", log):
         raise UserError(f"the run folder is {run.path}", "use a path of letters, digits and /._+@- for batch systems")

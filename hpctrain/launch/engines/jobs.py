@@ -50,9 +50,11 @@ class SubmitOptions:
 
     def refuse(self, title: str) -> None:
         """Raises UserError for any option that is set, for schedulers that support none of them."""
-        plain, names = SubmitOptions(resumes=self.resumes), {"elements": "array", "at_once": "at-once"}
+        plain = SubmitOptions(resumes=self.resumes)
+        names = {"elements": "array", "at_once": "at-once"}
         for each in dataclasses.fields(self):
-            wanted, usual = getattr(self, each.name), getattr(plain, each.name)
+            wanted = getattr(self, each.name)
+            usual = getattr(plain, each.name)
             if wanted != usual and (wanted or usual):
                 name = names.get(each.name, each.name)
                 raise UserError(f"jobs of {title} take no --{name}", "leave it out: only Slurm jobs have it")

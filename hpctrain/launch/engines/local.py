@@ -63,7 +63,8 @@ def run(asked: RunRequest) -> RunVerdict:
         UserError: no MPI for several ranks, too many ranks for the memory, or the run folder is in use.
     """
     config, ranks = asked.config, asked.ranks or 1
-    cores, memory = usable_cores(), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    cores = usable_cores()
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if ranks * RANK_BYTES > memory:
         few = f"start {memory // RANK_BYTES} or fewer here, or divide them among launch.hosts"
         raise UserError(f"{ranks} ranks do not fit into this machine's {size(memory)} of memory", few)
@@ -114,7 +115,9 @@ def rank_command(asked: RunRequest) -> Callable[[], list[str]]:
     It has ``--fresh``, if asked for, until an attempt has put the existing checkpoints aside.
     """
     config, run_dir = asked.config, asked.run_dir
-    old, mark, forgotten = step_folders(run_dir), begun_again(run_dir), [run_dir.saved_step] * asked.fresh
+    old = step_folders(run_dir)
+    mark = begun_again(run_dir)
+    forgotten = [run_dir.saved_step] * asked.fresh
     has_store = config.checkpoint.tiers.store.url is not None
 
     def words() -> list[str]:

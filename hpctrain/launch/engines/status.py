@@ -58,7 +58,9 @@ class RunStatus:
 
     def plain(self) -> dict[str, Any]:
         """Returns the status for JSON."""
-        found, made, job = self.found, self.found.progress, self.job
+        found = self.found
+        made = self.found.progress
+        job = self.job
         train = made.newest(Train) or Train(step=0)
         return {
             "run": str(found.path),
@@ -163,7 +165,9 @@ def of_runs(runs: Sequence[RunDir]) -> list[RunStatus]:
 
 def of_run(run: RunDir, answer: Answer) -> RunStatus:
     """Returns the status of one run folder."""
-    entry, now, found = answer.job_of(run), time.time(), RunView(run.path).snapshot()
+    entry = answer.job_of(run)
+    now = time.time()
+    found = RunView(run.path).snapshot()
     return RunStatus(found, found.state(now, entry), entry or QueueEntry("", ""), now)
 
 
@@ -202,7 +206,10 @@ def lines(statuses: Sequence[RunStatus]) -> list[str]:
 
 
 def _paragraph(status: RunStatus) -> Iterator[str]:
-    found, made, why, ended = status.found, status.found.progress, status.state.why, status.ended
+    found = status.found
+    made = status.found.progress
+    why = status.state.why
+    ended = status.ended
     train = made.newest(Train)
     yield str(found.path)
     yield f"  {status.state.word.value}" + (f": {why}" if why else "")

@@ -47,7 +47,8 @@ def unread(launch: LaunchConfig, engine: str) -> Iterator[str]:
 
 def _given(section: Any, usual: Any, prefix: str) -> Iterator[str]:
     for field in dataclasses.fields(section):
-        value, default = getattr(section, field.name), getattr(usual, field.name)
+        value = getattr(section, field.name)
+        default = getattr(usual, field.name)
         if dataclasses.is_dataclass(value):
             yield from _given(value, default, f"{prefix}{field.name}.")
         elif value != default:

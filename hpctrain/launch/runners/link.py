@@ -166,7 +166,9 @@ def listening_context(folder: Path) -> tuple[ssl.SSLContext, bytes]:
         raise UserError("launch.engine: runners needs cryptography", 'pip install "hpctrain[runners]"') from error
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "hpctrain")])
-    now, day, serial = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=1), x509.random_serial_number()
+    now = datetime.datetime.now(datetime.UTC)
+    day = datetime.timedelta(days=1)
+    serial = x509.random_serial_number()
     built = x509.CertificateBuilder(name, name, key.public_key(), serial, now - day, now + 400 * day)
     made = built.sign(key, SHA256())
     private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())

@@ -103,7 +103,8 @@ class Pauses:
 
     def add(self, window: Window, busy: Reals) -> None:
         """Adds a window; ``busy`` holds its busy times corrected for work."""
-        counts, seconds = np.zeros(self.ranks, dtype=np.int64), np.zeros(self.ranks, dtype=np.float32)
+        counts = np.zeros(self.ranks, dtype=np.int64)
+        seconds = np.zeros(self.ranks, dtype=np.float32)
         counts[window.ranks], seconds[window.ranks] = slowness.pauses(busy)
         self.windows.append((counts, seconds, slowness.step_seconds(window.busy, window.wait)))
         self.bursts *= 1 - 1 / RECENT

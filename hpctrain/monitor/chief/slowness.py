@@ -252,7 +252,8 @@ def cause_of(extra: Reals, normal: Reals) -> str:
     most, usual_top = float(extra[top]), float(normal[top])
     if most >= DOMINANT * total:
         rest = total - most
-        slower, rest_slower = most / max(usual_top, 1e-9), rest / max(usual - usual_top, 1e-9)
+        slower = most / max(usual_top, 1e-9)
+        rest_slower = rest / max(usual - usual_top, 1e-9)
         if rest < 0.1 * total or rest_slower < 0.5 * slower:
             return CAUSES[top]
     large = [column for column in busy if normal[column] >= 0.1 * usual]

@@ -212,7 +212,8 @@ class Standstill:
         living = [beat for beat in self.beats.get(node, (0.0, []))[1] if beat.state not in (ENDED, GONE)]
         if living and not self.has_ended_ranks:
             hang = HangFinding(UNANSWERED_S, tuple(replace(beat, state=SILENT) for beat in living), (), died=False)
-            host, ranks = self.run.hosts[living[0].rank], sentence.numbers([beat.rank for beat in living])
+            host = self.run.hosts[living[0].rank]
+            ranks = sentence.numbers([beat.rank for beat in living])
             text = f"{host} (ranks {ranks}) cannot be reached: it is down, or its network is cut"
             steps = self.run.first_step + max(beat.steps for beat in living)
             self.run.say(text, True)

@@ -222,7 +222,8 @@ class Stragglers:
     def live(self, measures: Measures, most: int = 64) -> LiveWindow:
         """The last window: all ranks, or the ``most`` with the largest excess."""
         now = measures.window
-        busy, wait = np.median(now.busy, axis=1), np.median(now.wait, axis=1)
+        busy = np.median(now.busy, axis=1)
+        wait = np.median(now.wait, axis=1)
         shown = sorted(np.argsort(-measures.excess)[:most].tolist())
         rows = np.stack([busy, wait, measures.excess, measures.cost])[:, shown].T.tolist()
         ranks = now.ranks[shown].tolist()

@@ -62,7 +62,9 @@ def watch(node: Node, agent: int) -> None:
         for descriptor in alive:
             selector.register(descriptor, selectors.EVENT_READ)
         while lives:
-            ended, last, ending = take(selector), time.monotonic() + ENDING_S, True
+            ended = take(selector)
+            last = time.monotonic() + ENDING_S
+            ending = True
             while ending and time.monotonic() < last:
                 ending = any(is_ending(pid) for fd, pid in alive.items() if fd not in ended)
                 ended += take(selector, PAUSE_S if ending else 0)  # whoever ended and was reaped before that look

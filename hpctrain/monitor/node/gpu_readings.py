@@ -115,7 +115,8 @@ class Nvml:
         self.nvml = pynvml
         for index in own_gpus(count, os.environ):
             with suppress(pynvml.NVMLError):  # not readable
-                handle, events = pynvml.nvmlDeviceGetHandleByIndex(index), None
+                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                events = None
                 bus_id = pynvml.nvmlDeviceGetPciInfo(handle).busId
                 with suppress(pynvml.NVMLError):  # a vGPU has no events
                     events = pynvml.nvmlEventSetCreate()
@@ -135,7 +136,8 @@ class Nvml:
 
         # Drivers before 535 know the second name only, and CUDA 14 will not know it any more.
         known = (number(f"CurrentClocks{name}Reasons") for name in ("Event", "Throttle"))
-        reasons, busy = int(next((one for one in known if one is not None), 0)), None
+        reasons = int(next((one for one in known if one is not None), 0))
+        busy = None
         with suppress(self.nvml.NVMLError):
             busy = self.nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
         clock = self.nvml.NVML_CLOCK_SM
@@ -192,8 +194,10 @@ class AmdSmi:
     def _read(self, index: int, handle: Any, place: int) -> GpuReading:
         of = partial(self._numbers, handle)
         busy = of("gpu_activity", "gfx_activity")
-        ticks, microjoules = of("energy_count", "energy_accumulator", "power"), of("energy_count", "counter_resolution")
-        errors, before = self._memory_errors(handle), self.uncorrectable.get(index, math.inf)
+        ticks = of("energy_count", "energy_accumulator", "power")
+        microjoules = of("energy_count", "counter_resolution")
+        errors = self._memory_errors(handle)
+        before = self.uncorrectable.get(index, math.inf)
         self.uncorrectable[index] = before if errors is None else errors
         return GpuReading(
             index=index,

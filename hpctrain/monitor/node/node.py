@@ -193,7 +193,8 @@ class Node:
         ours = {*pids, os.getpid(), *(child for pid in pids for child in family(pid))}
         before, began = host_counters.processor_seconds(), time.monotonic()
         time.sleep(0.3)
-        after, seconds = host_counters.processor_seconds(), time.monotonic() - began
+        after = host_counters.processor_seconds()
+        seconds = time.monotonic() - began
         for rank, lines in by_rank.items():
             with contextlib.suppress(OSError):
                 cpus = os.sched_getaffinity(pids[self.plan.ranks.index(int(rank))])

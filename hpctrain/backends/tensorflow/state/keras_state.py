@@ -80,7 +80,8 @@ class Named:
 @contextlib.contextmanager
 def put_back(variables: Sequence[VariableTensor]) -> Iterator[None]:
     """Restores variables and the host's random state after the body."""
-    before, random = [np.array(one.host_view()) for one in variables], host_random_state()
+    before = [np.array(one.host_view()) for one in variables]
+    random = host_random_state()
     try:
         yield
     finally:

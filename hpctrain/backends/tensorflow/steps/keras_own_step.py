@@ -221,7 +221,8 @@ class TrainStepProgram:
             what = f"a rank had no sample in its first batch ({global_samples} samples)"
             raise UserError(what, "make train.global_batch larger, or start fewer ranks")
         host = micro_batches[0] if micro_batches else self.example
-        batch, samples = on_device(host), samples_of(host) if micro_batches else 0
+        batch = on_device(host)
+        samples = samples_of(host) if micro_batches else 0
         self.clock.mark(Phase.TO_DEVICE)
         if self.updates is None:
             self.plan(host)
@@ -333,13 +334,15 @@ class TrainStepProgram:
                 "make the same updates in every step",
             )
         packing, reducer = self.packing[known], self.reducers[known]
-        given, sparse = [gradients[each] for each in present], self.context.config.reduce.sparse
+        given = [gradients[each] for each in present]
+        sparse = self.context.config.reduce.sparse
         ready = refused_or_dense(packing, [variables[each] for each in present], given, sparse)
         rows, pieces = packing.apart(packing.pack_with(ready, {}))
         part = tf.cast(share, packing.pieces.dtype)
         rows = packing.tables.scaled(rows, part)
         *mine, slots = [tf.math.multiply_no_nan(piece, part) for piece in pieces]  # zeros on a rank without samples
-        meeting, leave = self.meeting, self.meeting.leave if reducer.meets else None
+        meeting = self.meeting
+        leave = self.meeting.leave if reducer.meets else None
         with tf.control_dependencies([*mine, *rows, *tracing.done]):
             slots = tf.identity(slots)
             *sums, slots = reducer.sum([*mine, slots], meeting.arrive, None if rows else leave)

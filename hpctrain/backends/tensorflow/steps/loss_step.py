@@ -71,7 +71,10 @@ class KerasUpdate:
     """
 
     def __init__(self, passes: KerasPasses, update: Update, reducer: KerasReducer, judge: UpdateJudge) -> None:
-        self.passes, self.update, self.reducer, self.judge = passes, update, reducer, judge
+        self.passes = passes
+        self.update = update
+        self.reducer = reducer
+        self.judge = judge
         self.timed = Phase.EXCHANGE if reducer.meets else Phase.BACKWARD
         self.whole = Traced(self._whole, compiled=False)
         """whole(batch, share, loss_scale): an update from one batch; arguments as for Passes.gradients."""
@@ -98,7 +101,8 @@ class KerasUpdate:
         if not judge.rule.needs_norm and self.passes.weighted is False:
             finite, factor = tf.reduce_all(tf.math.is_finite(slots)), None
         else:
-            exact, clip_norm = tf.cast(slots, tf.float64), judge.rule.clip_norm
+            exact = tf.cast(slots, tf.float64)
+            clip_norm = judge.rule.clip_norm
             norm = tf.sqrt(exact[SQUARE])
             factor, finite = decided(exact, norm, loss_scale, clip_norm, tf.where, tf.math.is_finite)
         with tf.control_dependencies([*sums, *rows]):

@@ -270,7 +270,8 @@ def full_precision(value: tf.Tensor) -> tf.Tensor:
     """Casts half-precision outputs to float32 for losses and files; keeps their masks."""
     if value.dtype not in (tf.float16, tf.bfloat16):
         return value
-    cast, mask = tf.cast(value, tf.float32), keras.src.backend.get_keras_mask(value)
+    cast = tf.cast(value, tf.float32)
+    mask = keras.src.backend.get_keras_mask(value)
     if mask is not None:
         keras.src.backend.set_keras_mask(cast, mask)
     return cast

@@ -79,7 +79,9 @@ def open_keras(
 
 def packing_of(context: KerasStepContext) -> Gradients:
     """How gradients are packed; builds the optimizer of a model without its own ``train_step``."""
-    task, data, variables = context.task, context.world.data, context.variables
+    task = context.task
+    data = context.world.data
+    variables = context.variables
     if trains_itself(task.model):
         return Gradients(variables, [], data)
     task.optimizer.build(variables)
@@ -95,11 +97,15 @@ def assembled(
     objects: Sequence[Kept],
 ) -> KerasFramework:
     """Assembles the framework of a model that is equal on all ranks. Collective."""
-    task, config, group = context.task, context.config, context.world.data
+    task = context.task
+    config = context.config
+    group = context.world.data
     train, batch_norms = config.train, joint or BatchNorms()
     averaged = context.variables if train.ema_decay is not None else []
     averages = [tf.Variable(tf.cast(variable.value, tf.float32)) for variable in averaged]
-    rule, leaves, rates = rule_of(train), KerasLeaves(), Rates(task)
+    rule = rule_of(train)
+    leaves = KerasLeaves()
+    rates = Rates(task)
     reducers = KerasReducers(packing.pieces)
     reducer = None if trains_itself(task.model) else context.choice.known(reducers)
     source = KerasState(named, averages, rule.loss_scale, rates, batch_norms, objects, leaves, group, config.seed)
@@ -138,7 +144,9 @@ def model_features(task: KerasTask, policy: str, layers: Sequence[keras.layers.L
         policy: dtype policy of layers that compute in the run's precision.
         layers: layers that normalise over all ranks.
     """
-    model, trains, tests = task.model, trains_itself(task.model), evaluates_itself(task.model)
+    model = task.model
+    trains = trains_itself(task.model)
+    tests = evaluates_itself(task.model)
     given = {
         Feature.JOINT_LAYERS: next((layer.path for layer in layers), None),
         Feature.KERAS: True,

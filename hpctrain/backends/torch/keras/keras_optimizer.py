@@ -47,7 +47,8 @@ class KerasOptimizer(Optimizer):
         """The rate that Keras' variable holds."""
         trained = [one for one in module.parameters() if one.requires_grad]
         super().__init__(trained, {"lr": self.rate})
-        self.keras_optimizer, self.has_schedule = keras_optimizer, own_rate is None
+        self.keras_optimizer = keras_optimizer
+        self.has_schedule = own_rate is None
         self.elementwise = separability(keras_optimizer, module)
         self.updated: list[keras.Variable] = []
         """Variables over this rank's parameters, in the group's order."""

@@ -95,7 +95,10 @@ class HorovodSender:
     """
 
     def __init__(self, lease: Lease, group: Group, elements: int = 0) -> None:
-        self.horovod, self.number, self.most, self.group = lease.module, lease.number, lease.most, group
+        self.horovod = lease.module
+        self.number = lease.number
+        self.most = lease.most
+        self.group = group
         self.elements, self.apart = elements, lease.apart
         self.close = lease.end
 

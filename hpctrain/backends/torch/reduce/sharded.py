@@ -85,7 +85,9 @@ class GroupSharded:
     def __init__(
         self, peers: ProcessGroup, layout: Layout, ranges: Sequence[slice], dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.peers, self.ranges, self.close = peers, ranges, peers.close
+        self.peers = peers
+        self.ranges = ranges
+        self.close = peers.close
         self.flat = torch.zeros(layout.length, dtype=dtype, device=device)
         self.leaving = [self.flat]
         self.own, self.slots = self.flat[ranges[peers.group.rank]], self.flat[layout.gradients :]

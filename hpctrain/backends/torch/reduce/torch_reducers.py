@@ -59,7 +59,8 @@ class TorchReducers:
             there = world.data.allgather(horovod_setup.available("torch"), "look for Horovod")
             return all(there) and messages.unfit(horovod_setup.load("torch"), world.data, device) is None
 
-        on_gpu, own_gpus = device.type != "cpu", each_has_a_gpu(world, device)
+        on_gpu = device.type != "cpu"
+        own_gpus = each_has_a_gpu(world, device)
         return candidates(config, look_around(config, world, on_gpu, has_horovod, word_of(device), own_gpus))
 
     def open(self, candidate: Candidate, group: Group) -> Reducer:

@@ -344,7 +344,8 @@ def slot_value(
     if slot.endswith(NUMBER):
         number = float(saved[name])
         return int(number) if number.is_integer() else number
-    shape, dtype = saved.shape_of(name), tensor_of(np.empty(0, saved.dtype_of(name))).dtype
+    shape = saved.shape_of(name)
+    dtype = tensor_of(np.empty(0, saved.dtype_of(name))).dtype
     device = device_of(slot, group, parameter)
     slices = slots.slices_of(shape, parameter, is_saved=True)
     is_like_parameter = slices is not None or shape == tuple(parameter.shape)

@@ -124,7 +124,8 @@ class TorchState:
         for module in self.parts.model.modules():
             if reseed := getattr(module, "reseed", None):  # of a KerasModule
                 reseed(rank_seed)
-        tensor, sum_of = self.parts.world.tensor, self.task_state.generators_checksum
+        tensor = self.parts.world.tensor
+        sum_of = self.task_state.generators_checksum
         # Before the first step, the task's own seeds apply, unless ranks of one model would draw different numbers.
         if step or (tensor.size > 1 and not tensor.same(sum_of(), "compare random generators")):
             self.task_state.reseed(rank_seed)
@@ -136,7 +137,9 @@ class TorchState:
         return merged_over(group, self.model_tensors())
 
     def weights_hash(self, shared_only: bool = False) -> str:
-        model, partition, equal = self.parts.model, self.parts.partition, self.parts.batch_norms.names
+        model = self.parts.model
+        partition = self.parts.partition
+        equal = self.parts.batch_norms.names
         joint = [buffer for name, buffer in model.named_buffers() if name in equal]
         weights = partition.shared(model) if shared_only else partition.parameters(model)
         return tensors.digest([*(one for _, one in weights), *joint])

@@ -86,7 +86,8 @@ class Live:
             with self.guard:
                 decision = trained.update(self.exchanges.of[name], totals, self.clock)
         except NotFinite as error:
-            finite, what = math.isfinite(own[0]), f"the loss of {name}" if name else "the loss"
+            finite = math.isfinite(own[0])
+            what = f"the loss of {name}" if name else "the loss"
             raise ranks_at_fault(error, self.group, finite, what) from None
         if decision.norm is not None:
             self.norms[f"grad_norm_{name}" if name else "grad_norm"] = decision.norm
@@ -326,7 +327,8 @@ def gathered(tensor: Tensor, group: Group, clock: StepClock, agree: Callable[[],
         clock: records the time of the exchange.
         agree: called before the collective of the backward pass.
     """
-    begin, rows = sum(group.allgather(len(tensor), "say how many rows they gather")[: group.rank]), len(tensor)
+    begin = sum(group.allgather(len(tensor), "say how many rows they gather")[: group.rank])
+    rows = len(tensor)
 
     def everything(own: Tensor) -> Tensor:
         host = own.detach().cpu().contiguous()

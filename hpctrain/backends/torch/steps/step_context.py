@@ -105,7 +105,8 @@ class StepContext:
         try:
             for number in range(parts):
                 rows = part_of(samples, number, parts)
-                self._part, self._samples = number + 1, rows.stop - rows.start
+                self._part = number + 1
+                self._samples = rows.stop - rows.start
                 yield {name: tensor[rows] for name, tensor in batch.items()}
         finally:
             self._part, self._samples = -1, samples

@@ -72,7 +72,9 @@ class LossPasses:
         """Does nothing: ranks see different samples."""
 
     def run(self, passes: Passes, micro_batches: Sequence[HostBatch], clock: StepClock) -> None:
-        task, compute, partition = self.parts.task, self.parts.compute, self.parts.partition
+        task = self.parts.task
+        compute = self.parts.compute
+        partition = self.parts.partition
         batches, everyones = even_passes(micro_batches, partition.sync_group)
         for number, (host, is_own) in enumerate(batches, start=1):
             self.parts.batch_norms.begin_micro_batch(number - 1)
@@ -120,7 +122,9 @@ class UpdateStep:
         """Updates since the task was built."""
 
     def run(self, micro_batches: Sequence[HostBatch], global_samples: int) -> UpdateResult:
-        parts, clock, trained = self.parts, self.parts.clock, self.parts.trained[ONLY]
+        parts = self.parts
+        clock = self.parts.clock
+        trained = self.parts.trained[ONLY]
         parts.modes.train()
         if not self.updates:
             self.passes.begin(micro_batches)

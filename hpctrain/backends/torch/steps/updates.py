@@ -93,7 +93,9 @@ class Passes:
 
     def take(self, values: Floats) -> None:
         """Replaces loss and weight by those of a rank that has seen the same samples."""
-        self.loss, self.weight, self.weighted = float(values[0]), float(values[1]), bool(values[2])
+        self.loss = float(values[0])
+        self.weight = float(values[1])
+        self.weighted = bool(values[2])
 
     def exchange(self) -> tuple[ExchangeResult, tuple[float, float]]:
         """Sums the gradients over all ranks; returns the totals, and this rank's loss and weight.

@@ -34,7 +34,8 @@ def weighed(framework: TorchFramework, micro_batches: int) -> MemoryEstimate:
     compute = gathering(framework.model, framework.parts.compute)
     every = list(framework.model.parameters())
     gathered, new, waiting = at_a_time(every, partition.layers, compute, micro_batches, partition.keeps)
-    parameters, gradients = found.parameters + gathered, max(found.gradients, waiting) + new
+    parameters = found.parameters + gathered
+    gradients = max(found.gradients, waiting) + new
     return dataclasses.replace(found, parameters=parameters, gradients=gradients)
 
 

@@ -57,7 +57,8 @@ class Estimated:
     @property
     def shares(self) -> Mapping[str, Share]:
         """The same with their names, by optimizer."""
-        framework, own = self.framework, {id(one) for one in self.parameters}
+        framework = self.framework
+        own = {id(one) for one in self.parameters}
         found = shares_of(framework.task, framework.model, framework.source.optimizer_state.every)
         return {
             optimizer: Share([(name, one) for name, one in share.pairs if id(one) in own])

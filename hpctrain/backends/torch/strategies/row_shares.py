@@ -75,7 +75,8 @@ def share_out(layout: Layout, parameters: Sequence[ShardedParameter], ranks: int
         for place in range(first, min(last + 1, len(order))):
             index = order[place]
             rows = parameters[index].rows
-            begin, end = row if place == first else 0, end_row if place == last else rows
+            begin = row if place == first else 0
+            end = end_row if place == last else rows
             if begin < end:
                 pieces.append(RowRange(index, owner, begin, end, rows))
     positions = [_position(layout, order, parameters, cut) for cut in cuts]
@@ -99,7 +100,8 @@ def _nearest(
     place = bisect_right(ends, target // ranks)
     if place == len(order):
         return place, 0
-    rows, size = parameters[order[place]].rows, parameters[order[place]].num_bytes * ranks
+    rows = parameters[order[place]].rows
+    size = parameters[order[place]].num_bytes * ranks
     before = ends[place] * ranks - size
     row = (2 * (target - before) * rows + size) // (2 * size)
     return (place, row) if row < rows else (place + 1, 0)

@@ -174,7 +174,9 @@ def replicate(opening: Opening, prepared: Prepared) -> Prepared:
     """Makes every rank update all parameters that it has."""
     if prepared.updates is not None:
         return prepared
-    model, config, partition = opening.model, opening.config.reduce, prepared.partition
+    model = opening.model
+    config = opening.config.reduce
+    partition = prepared.partition
     sparse = sparse_parameters(model, opening.parts, config.sparse)
     names, shares = opening.names(), opening.shares()
     slices = partition.slices

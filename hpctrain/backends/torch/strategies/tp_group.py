@@ -190,7 +190,8 @@ def spread(rows: Tensor, places: Tensor, counts: Sequence[int], tp_group: TPGrou
         return embedding(places, tp_group.joined(own, counts, "gather the rows of a split table"))
 
     def collected(values: Tensor) -> Tensor:
-        local, count = places.flatten() - sum(counts[: tp_group.group.rank]), counts[tp_group.group.rank]
+        local = places.flatten() - sum(counts[: tp_group.group.rank])
+        count = counts[tp_group.group.rank]
         own = ((local >= 0) & (local < count)).nonzero().squeeze(1)
         return values.new_zeros(count, values.shape[-1]).index_add_(0, local[own], values.flatten(0, -2)[own])
 

@@ -112,7 +112,8 @@ class ShardedReducer(ByFlatGradients, Reducer):
         self.sharded, self.own = sharded, own
         self.parameters = [parameter for _, parameter in sharded.pairs]
         self.mine: list[Tensor] = [part.parameter for part in sharded.parts]
-        layout, start = sharded.layout, sharded.shares.ranges[sharded.rank].start
+        layout = sharded.layout
+        start = sharded.shares.ranges[sharded.rank].start
         self.sums_of_mine = [
             view_like(part.parameter, own, layout.offsets[index] - start + begin * (layout.sizes[index] // rows))
             for part in sharded.parts
@@ -242,7 +243,9 @@ def planned(opening: Opening) -> Strategy | None:
 def shard_rows(opening: Opening, traits: ParameterTraits, prepared: Prepared) -> Prepared:
     """Gives each optimizer the rows that this rank updates, of the ranks that have the same part of the model.
     Collective."""
-    partition, names, shares = prepared.partition, opening.names(), opening.shares()
+    partition = prepared.partition
+    names = opening.names()
+    shares = opening.shares()
     world = opening.world
     partition.update_among(world.data)
     of = {name: shard(share.pairs, traits, world.data) for name, share in shares.items()}
@@ -253,7 +256,9 @@ def shard_rows(opening: Opening, traits: ParameterTraits, prepared: Prepared) ->
         for rows in sharded.parts:
             whole = sharded.pairs[rows.piece.parameter][1]
             mine[id(whole)] = rows
-            name, begin, end = names[id(whole)], rows.piece.begin, rows.piece.end
+            name = names[id(whole)]
+            begin = rows.piece.begin
+            end = rows.piece.end
             if rows.piece.rows == 1:  # it has one owner
                 begin, end = 0, len(whole) if whole.ndim else 1
             slices[id(rows.parameter)] = partition.rows(name, tuple(whole.shape), begin, end)

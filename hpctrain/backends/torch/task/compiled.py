@@ -124,7 +124,8 @@ def twin_of(function: FunctionType, number: int) -> FunctionType:
     Functions of PyTorch get a separate file name: the compiler calls those from PyTorch's files in one function, which
     would share its limit of recompilations.
     """
-    name, file = f"{function.__code__.co_name}_{number}", function.__code__.co_filename
+    name = f"{function.__code__.co_name}_{number}"
+    file = function.__code__.co_filename
     is_theirs = function.__module__.partition(".")[0] == "torch"
     code = function.__code__.replace(co_name=name, co_filename=f"<{name}>" if is_theirs else file)
     twin = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)

@@ -215,7 +215,10 @@ def assembled(
         choice: chooses the reducer.
         doubled: further names of shared tensors, see ``other_names``.
     """
-    task, model, world, compute = opening.task, opening.model, opening.world, opening.compute
+    task = opening.task
+    model = opening.model
+    world = opening.world
+    compute = opening.compute
     train, partition = opening.config.train, prepared.partition
     optimizer_state = OptimizerState(opening.parts, updates.names, updates.slots)
     if compute.device.type != "cpu":

@@ -288,7 +288,8 @@ def stateful_tensors(root: Root, found: FoundState, leaves: Leaves) -> list[Stat
     """State of objects with a ``state_dict``."""
     tensors: list[StateTensor] = []
     for path, holder in found.stateful.items():
-        name, what = stateful_name(root, path, holder), f"the state of {type(holder).__name__}"
+        name = stateful_name(root, path, holder)
+        what = f"the state of {type(holder).__name__}"
         placement = Placement.RANK if isinstance(holder, Generator) else root.placement
         tensors += tree_tensors(name, holder.state_dict(), placement, leaves, what)
     return tensors

@@ -158,7 +158,9 @@ def check(
     """Runs the preflight under one launcher; returns the problems it finds, and the hosts of Slurm's tasks."""
     slurm = config.launch.slurm
     needs_mpi = bool(config.task) and job.ranks > 1
-    gpus, cpus, tensor = slurm.gpus_per_node or 0, slurm.cpus_per_rank or 1, config.parallel.tensor
+    gpus = slurm.gpus_per_node or 0
+    cpus = slurm.cpus_per_rank or 1
+    tensor = config.parallel.tensor
     expected = preflight.Expected(job.nodes, job.ranks, gpus, cpus, needs_mpi, tensor)
     options = [f"--run-dir={run.path}", f"--scratch={slurm.scratch or ''}"]
     command = python.module("hpctrain.launch.engines.slurm.probe", *options, interpreter=interpreter)

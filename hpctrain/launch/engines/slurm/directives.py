@@ -147,7 +147,8 @@ def build(
 
 def change(made: list[Directive], slurm: SlurmConfig) -> list[Directive]:
     """Leaves out the directives that the user skips, and adds the user's own."""
-    names, skipped = {directive.name for directive in made}, {_long(name) for name in slurm.skip}
+    names = {directive.name for directive in made}
+    skipped = {_long(name) for name in slurm.skip}
     for name in sorted(skipped - names):
         near = difflib.get_close_matches(name, names, n=1)
         fix = f"did you mean {near[0]}?" if near else f"name one of {', '.join(sorted(names))}"

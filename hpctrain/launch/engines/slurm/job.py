@@ -47,7 +47,8 @@ def current(environ: Mapping[str, str] = os.environ) -> Job | None:
     number = environ.get("SLURM_JOB_ID")
     if not number or "SLURM_JOB_NODELIST" not in environ:
         return None
-    array, element = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    array = environ.get("SLURM_ARRAY_JOB_ID")
+    element = environ.get("SLURM_ARRAY_TASK_ID")
     nodes = int(environ.get("SLURM_JOB_NUM_NODES", "1"))
     return Job(
         id=f"{array}_{element}" if array and element else number,

@@ -53,7 +53,8 @@ class Srun(Launcher):
 
     def words(self, command: Sequence[str], env: Mapping[str, str]) -> list[str]:
         """See Launcher. srun passes its whole environment to the ranks."""
-        slurm, shape = self.slurm, [f"--nodes={self.job.nodes}", f"--ntasks={self.job.ranks}"]
+        slurm = self.slurm
+        shape = [f"--nodes={self.job.nodes}", f"--ntasks={self.job.ranks}"]
         # Without --kill-on-bad-exit, the others run until the time limit when a rank dies.
         words = ["srun", *shape, "--kill-on-bad-exit=1", "--input=none"]
         words += [f"--mpi={self.mpi}"] if self.mpi else []

@@ -179,7 +179,9 @@ def _mpi(first: Reports, joined: Reports, expected: Expected) -> Iterator[Fault]
             fix = "try launch.launcher: mpirun, or another launch.slurm.mpi"
             yield Fault("MPI did not start on any rank", fix, launcher=True)
         return
-    ranks, library, sizes = expected.ranks, joined[0]["library"], {report["size"] for report in joined}
+    ranks = expected.ranks
+    library = joined[0]["library"]
+    sizes = {report["size"] for report in joined}
     if sizes == {1} != {ranks}:
         what = f"{len(joined)} ranks of {library} each believe they are alone"
         fix = "set launch.slurm.mpi: pmix (srun --mpi=list shows what there is), or launch.launcher: mpirun"

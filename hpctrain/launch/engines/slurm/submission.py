@@ -141,7 +141,8 @@ def plan(config: Config, run: RunDir, options: SubmitOptions = NO_OPTIONS) -> Pl
     for each in every:
         require_whole_groups(each)
         refuse_launcher(each.launch.command, each.launch.nodes * ranks_per_node(each.launch))
-    in_order, run_file = any(each.parallel.tensor > 1 for each in every), run.path if elements else run.run_yaml
+    in_order = any(each.parallel.tensor > 1 for each in every)
+    run_file = run.path if elements else run.run_yaml
     script = job_script(config, run_file, run.logs, own_bin(), signal_s(config, run), indices, in_order)
     return Plan(config, run, script, tuple(elements), options=options)
 

@@ -147,7 +147,8 @@ def in_view_of(who: Who, verdict: RunVerdict, asked: StopRequest | None) -> RunV
     if person or final or who not in PAST_QUESTION:
         return verdict
     # Not a failure of the run: Slurm ended the ranks.
-    what, fix = f"{PAST_QUESTION[who]} ({verdict.reason})", "nothing to do: it resumes from the last checkpoint"
+    what = f"{PAST_QUESTION[who]} ({verdict.reason})"
+    fix = "nothing to do: it resumes from the last checkpoint"
     # Keep the code: ranks that did not end in order may have left something on their nodes (allocation.unclean).
     host = verdict.host if verdict.code is Code.NODE else None
     return dataclasses.replace(
@@ -225,7 +226,8 @@ def follow(
     except (NoRequeue, requeue.Cancelled, Stopped, RunFailed) as error:
         is_refused = isinstance(error, RunFailed)
         failed = is_refused and verdict.exit_code is not ExitCode.STOPPED  # nothing else restarts the run
-        action, code = Action.FAIL if failed else Action.STOP, verdict.exit_code
+        action = Action.FAIL if failed else Action.STOP
+        code = verdict.exit_code
         if isinstance(error, NoRequeue):
             action, code = Action.DO_NOT_REQUEUE, error.exit_code
         why, fix = (f"not requeued: {error.what}", requeue.BY_HAND) if is_refused else (error.what, error.fix)

@@ -59,7 +59,9 @@ def shard(opening: Opening, traits: ParameterTraits, prepared: Prepared) -> Prep
         UserError: this PyTorch is too old, or optimizers or nodes cannot be divided.
     """
     require_torch()
-    model, world, config = opening.model, opening.world, opening.config.parallel
+    model = opening.model
+    world = opening.world
+    config = opening.config.parallel
     names = opening.names()
     found = uncuttable(opening.shares(), opening.parts, traits)
     refuse({**opening.features, **used({Feature.WHOLE_TENSORS: found})})

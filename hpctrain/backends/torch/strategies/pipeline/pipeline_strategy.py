@@ -92,7 +92,9 @@ def stages_of(task: TorchTask, model: Module, ranks: int, chunks: int) -> Stages
 
 def divide(opening: Opening, stages: Stages, prepared: Prepared) -> Prepared:
     """Leaves this rank the layers of its stages."""
-    world, model, compute = opening.world, opening.model, opening.compute
+    world = opening.world
+    model = opening.model
+    compute = opening.compute
     whole = Whole(opening.task, model, opening.task_state, prepared.partition, compute)
     stages = whole.chosen(stages, opening.stage_choice, world)
     require_copies(opening, stages)  # those that were planned may have needed none
@@ -132,7 +134,9 @@ def estimate(model: Estimated, shards: Callable[[Estimated], Mapping[str, Memory
         model: the whole model.
         shards: estimates such a rank with sharded state; see MemoryEstimate.
     """
-    framework, whole, chunks = model.framework, model.whole, model.parallel.pipeline_chunks
+    framework = model.framework
+    whole = model.whole
+    chunks = model.parallel.pipeline_chunks
     stages = stages_of(framework.task, framework.model, model.pipeline, chunks)
     assert stages is not None, "there are several"
     activations = whole.activations * most_held(model.pipeline, model.micro_batches, chunks) / len(stages.ranges)

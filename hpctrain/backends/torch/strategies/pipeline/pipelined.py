@@ -94,7 +94,9 @@ class MicroBatch:
             passes.add(self.score, self.samples, is_own=self.is_own)
         elif self.sent and self.coming:
             torch.autograd.backward(list(self.sent), self.coming.wait())
-        self.score, self.sent, self.coming = None, (), None
+        self.score = None
+        self.sent = ()
+        self.coming = None
 
     def send(self, forward: bool = True) -> None:
         """Sends what the last pass has computed to the next or previous stage, if there is one."""

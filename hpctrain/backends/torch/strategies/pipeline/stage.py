@@ -145,7 +145,8 @@ class Stage:
     def receive(self, coming: Coming) -> Received:
         """Waits for a value that is being received."""
         tensors, wanting = coming.wait(), coming.wanting
-        entered, gradients = [tensors[number] for number in wanting], list[Tensor]()
+        entered = [tensors[number] for number in wanting]
+        gradients = list[Tensor]()
         if entered:
             anchor = torch.empty(0, requires_grad=True, device="cpu")
             through = Entered.apply(anchor, entered, gradients)  # type: ignore[no-untyped-call]

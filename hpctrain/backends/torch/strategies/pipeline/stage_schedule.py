@@ -152,7 +152,8 @@ def balanced(
     """
     count = len(costs)
     may_begin = [number == 0 or not (joined and joined[number]) for number in range(count)]
-    sums, known = [0.0, *itertools.accumulate(costs)], [0, *itertools.accumulate(trained)]
+    sums = [0.0, *itertools.accumulate(costs)]
+    known = [0, *itertools.accumulate(trained)]
     best = [[(math.inf, False)] * (count + 1) for _ in range(stages + 1)]
     """By number of stages and layers in them: cost of the most expensive stage; whether the last begins untrained."""
     cuts = [[0] * (count + 1) for _ in range(stages + 1)]
@@ -164,7 +165,8 @@ def balanced(
                     continue
                 worst = max(best[made - 1][begin][0], sums[end] - sums[begin])
                 if (worst, not trained[begin]) < best[made][end]:
-                    best[made][end], cuts[made][end] = (worst, not trained[begin]), begin
+                    best[made][end] = (worst, not trained[begin])
+                    cuts[made][end] = begin
     if best[stages][count][0] == math.inf:
         return None
     ends = [count]

@@ -29,14 +29,17 @@ class StageState:
         """Selects the state that this rank saves: parameters' state is saved by ranks of their stage, random states by
         the first stage, and what the loss holds by the last one."""
         found: list[StateTensor] = []
-        data, own, stage = self.world.data, self.world.tensor, self.world.pipeline.rank
+        data = self.world.data
+        own = self.world.tensor
+        stage = self.world.pipeline.rank
         for tensor in tensors:
             name, cut = parameter_of(tensor.name), tensor.cut
             if tensor.placement is Placement.REPLICATED and name in self.names:
                 cut = Cut(tensor.shape, (0,) * len(tensor.shape), data.rank * own.size + own.rank, data.size * own.size)
             if cut is not None:
                 stages = tuple(self.holders.get(name or "", [stage]))
-                copy, copies = stages.index(stage) * cut.copies + cut.copy, len(stages) * cut.copies
+                copy = stages.index(stage) * cut.copies + cut.copy
+                copies = len(stages) * cut.copies
                 cut = dataclasses.replace(cut, copy=copy, copies=copies, stages=stages)
                 found.append(dataclasses.replace(tensor, placement=Placement.CUT, cut=cut))
             elif self._saves(tensor):
