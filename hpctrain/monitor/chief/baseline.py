@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,7 +33,8 @@ class Baseline:
         self.peers = peers
         self.everyone = np.arange(ranks)
         self.seen = 0
-        self.learned: list[tuple[Reals, Reals, float, float, float]] = []
+        self.learned: list[tuple[Window, Reals]] = []
+        """Windows, and the ranks' medians in them."""
         self.busy: Reals | None = None
         """[N] typical busy seconds of each rank, once learned."""
         self.noise: Reals | None = None
@@ -47,15 +50,16 @@ class Baseline:
         self.seen += 1
         if self.seen <= WARM_UP:
             return
-        transfer = slowness.transfer_seconds(window.wait)
-        step = slowness.step_seconds(window.busy, window.wait) / window.steps
-        self.learned.append((medians, window.typical, float(np.median(window.work)), transfer, step))
+        self.learned.append((window, medians))
         if len(self.learned) < LEARNED:
             return
-        every, typical, *numbers = zip(*self.learned, strict=True)
-        self.busy, self.typical = np.median(every, axis=0), np.median(typical, axis=0)
-        self.work, self.transfer, self.step = (float(np.median(each)) for each in numbers)
-        excesses = np.array([self.peers.excess(row, self.everyone, self.busy) for row in every])
+        windows, rows = zip(*self.learned, strict=True)
+        self.busy = np.median(rows, axis=0)
+        self.typical = np.median([one.typical for one in windows], axis=0)
+        self.work = statistics.median(float(np.median(one.work)) for one in windows)
+        self.transfer = statistics.median(slowness.transfer_seconds(one.wait) for one in windows)
+        self.step = statistics.median(slowness.step_seconds(one.busy, one.wait) / one.steps for one in windows)
+        excesses = np.array([self.peers.excess(row, self.everyone, self.busy) for row in rows])
         self.noise = np.abs(excesses - np.median(excesses, axis=0)).max(axis=0)
         self.learned.clear()
 
@@ -88,6 +92,17 @@ RECENT = 8
 """Last windows, which show whether pauses continue."""
 
 
+class PausedWindow(NamedTuple):
+    """The pauses of a window."""
+
+    counts: Ints
+    """[N] number."""
+    seconds: Reals
+    """[N] seconds lost to them."""
+    total_s: float
+    """Duration of the window."""
+
+
 class Pauses:
     """Counts each rank's pauses and their cost.
 
@@ -97,7 +112,7 @@ class Pauses:
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        self.windows: deque[tuple[Ints, Reals, float]] = deque(maxlen=REMEMBERED)
+        self.windows: deque[PausedWindow] = deque(maxlen=REMEMBERED)
         self.bursts = np.zeros((ranks, len(CAUSES)))
         """[N, len(CAUSES)] seconds per step in each phase beyond the typical step; newer windows weigh more."""
 
@@ -106,18 +121,16 @@ class Pauses:
         counts = np.zeros(self.ranks, dtype=np.int64)
         seconds = np.zeros(self.ranks, dtype=np.float32)
         counts[window.ranks], seconds[window.ranks] = slowness.pauses(busy)
-        self.windows.append((counts, seconds, slowness.step_seconds(window.busy, window.wait)))
+        self.windows.append(PausedWindow(counts, seconds, slowness.step_seconds(window.busy, window.wait)))
         self.bursts *= 1 - 1 / RECENT
         self.bursts[window.ranks] += window.mean - window.typical
 
     def sums(self, windows: int) -> tuple[Ints, Reals]:
         """[N] number of pauses in the last ``windows`` windows, and [N] fraction of their time lost to pauses."""
         last = list(self.windows)[-windows:]
-        total = max(math.fsum(total for _, _, total in last), 1e-9)
-        return (
-            np.sum([counts for counts, _, _ in last], axis=0),
-            np.sum([seconds for _, seconds, _ in last], axis=0) / total,
-        )
+        total_s = max(math.fsum(one.total_s for one in last), 1e-9)
+        counts = np.sum([one.counts for one in last], axis=0)
+        return counts, np.sum([one.seconds for one in last], axis=0) / total_s
 
     def owners(self, least_cost: float, luck: float) -> set[int]:
         """Ranks whose pauses cost at least ``least_cost`` of the time and are not chance.
