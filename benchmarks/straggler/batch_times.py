@@ -57,7 +57,9 @@ def read_trace(path: Path) -> Trace:
 
 def named(trace: Trace) -> list[str]:
     """Describes what the monitor says of workers, in order: when it names one, and when it takes that back."""
-    judge, said, confirmed = Judge([f"n{rank}" for rank in range(trace.ranks)]), [], set()
+    judge = Judge([f"n{rank}" for rank in range(trace.ranks)])
+    said: list[str] = []
+    confirmed: set[int] = set()
     for window in trace.windows(WINDOW):
         end = (window.index + 1) * WINDOW
         for finding in judge.judge(window):

@@ -189,8 +189,9 @@ def export(args: argparse.Namespace) -> int:
         else:
             export_keras_file(loaded, output, selection)
         is_apart = "sync/outer" in loaded.arrays
-    row = {"step": loaded.step, "output": str(output), "bytes": output.stat().st_size}
-    lines = [f"weights of step {loaded.step} in {output}, {size(row['bytes'])}"]
+    num_bytes = output.stat().st_size
+    row = {"step": loaded.step, "output": str(output), "bytes": num_bytes}
+    lines = [f"weights of step {loaded.step} in {output}, {size(num_bytes)}"]
     if is_apart:
         lines.append("the mean over the ranks of local SGD; within a round, evaluations judge the outer weights")
     foreign_text.answer(args.json, row, lines)

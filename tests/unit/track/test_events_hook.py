@@ -193,6 +193,7 @@ def test_a_store_that_is_not_there_keeps_the_position(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["follower", str(tmp_path), "uri", "hpctrain"])
     assert main("mlflow", make) == 1
     assert position(RunDir(tmp_path), "mlflow") == {
+        "id": None,
         "uri": "uri",
         "run_id": "abc",
         "offset": 12,
