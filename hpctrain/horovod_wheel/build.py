@@ -67,7 +67,7 @@ class Build:
     def run(self, edits: Sequence[patch.Edit], say: Say) -> Path:
         """Builds; returns the path of the finished wheel in the cache."""
         self._check_room()
-        self.folder.mkdir(exist_ok=True)
+        self._open_folder()
         self.log.write_text(json.dumps(asdict(self.recipe), indent=1) + "\n", encoding="utf-8")
         self._get_tools()
         source = self._get_source(edits)
@@ -83,6 +83,14 @@ class Build:
         made[0].replace(wheel)  # atomic: wheels in the cache are complete
         shutil.rmtree(self.folder)
         return wheel
+
+    def _open_folder(self) -> None:
+        """Creates the folder; what another environment began is deleted, since CMake's cache has that one's paths."""
+        paths, known = f"{sys.prefix}\n{self.mpi.mpicc}\n", self.folder / "paths"
+        if self.folder.exists() and not (known.is_file() and known.read_text(encoding="utf-8") == paths):
+            shutil.rmtree(self.folder)
+        self.folder.mkdir(exist_ok=True)
+        known.write_text(paths, encoding="utf-8")
 
     def _check_room(self) -> None:
         free = shutil.disk_usage(self.cache).free

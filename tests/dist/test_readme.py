@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain import cli
 from tests.support import printed
 from tests.support.command import PROJECT, environment, events, hpctrain
 
@@ -141,6 +142,9 @@ def test_commands_about_a_finished_run_in_a_project_of_init(tmp_path):
         code = 64 if "--clear" in words else 0  # n3 is not excluded
         hpctrain(*words, cwd=tmp_path, code=code, warm="torch")
     assert (tmp_path / "digits.safetensors").exists()
+    printed_by_help = re.search("hpctrain (sweep .*)", cli.parser_of("sweep").epilog)
+    hpctrain(*printed_by_help[1].split(), "--train.epochs", 1, "--name", "grid", cwd=tmp_path, warm="torch")
+    assert len([*tmp_path.glob("runs/grid/[0-3]/checkpoints")]) == 4, "two values of two keys"
 
 
 def test_every_command_of_the_page_on_reports(newcomer):

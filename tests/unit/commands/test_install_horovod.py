@@ -231,6 +231,20 @@ def test_below_make_there_are_no_more_compilers_than_fit(given, used, tmp_path, 
     assert build._environment()["MAKEFLAGS"] == used
 
 
+def test_only_the_environment_that_began_a_build_goes_on_with_it(tmp_path, monkeypatch):
+    """CMake's cache names the environment's folders, which may be gone."""
+    mpi = Mpi(Path("/opt/mpi/bin/mpicc"), Path("/opt/mpi/lib/libmpi.so"), "Open MPI v5")
+    build = Build(tmp_path, RECIPE, mpi, None, None)
+    compiled = build.folder / "CMakeCache.txt"
+    for goes_on in (False, True):
+        build._open_folder()
+        assert compiled.exists() is goes_on
+        compiled.touch()
+    monkeypatch.setattr("sys.prefix", "/another/venv")
+    build._open_folder()
+    assert not compiled.exists()
+
+
 def test_a_tmpdir_without_programs_is_named(monkeypatch):
     def run(command, **options):
         if command[0].endswith("probe"):
