@@ -75,7 +75,7 @@ TOKENS: dict[str, int] = {
     "callbacks": 928,
     "watch": 4757,
     "doctor": 4490,
-    "horovod_wheel": 4081,
+    "horovod_wheel": 4152,
     "bench": 8499,
     "commands": 17070,
     "cli": 1039,
