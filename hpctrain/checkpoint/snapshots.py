@@ -131,7 +131,8 @@ def list_shards(home: Path, trained: int) -> dict[str, list[int]]:
 def home_name(attempts: Attempts) -> str | None:
     """Name of a run's folder; None before the run has an ID.
 
-    A copy of a run folder has the ID of the original, and must neither read nor remove the snapshots of that.
+    A copy of a run folder has the ID of the original if that was not in sight when the copy began, and must neither
+    read nor remove the snapshots of that.
     """
     run = attempts.info().get("id")
     place = zlib.crc32(bytes(attempts.run_dir.path.resolve()))

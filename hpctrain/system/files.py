@@ -22,6 +22,8 @@ from hpctrain.errors import RunFailed, file_errors
 
 FILE_MODE, FOLDER_MODE = 0o664, 0o775
 """Modes before the umask; nothing is made writable by everyone."""
+NOT_SUPPORTED = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Errors of file systems that cannot sync folders: some of FUSE, CIFS, 9p."""
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -258,10 +260,13 @@ def remove_folder(folder: Path, root: Path | None = None) -> None:
 
 
 def sync(path: Path) -> None:
-    """Syncs a file, or a folder's entries, to disk."""
+    """Syncs a file, or a folder's entries, to disk; file systems that cannot sync folders do not need it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in NOT_SUPPORTED or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise
     finally:
         os.close(descriptor)
 

@@ -252,3 +252,21 @@ def test_a_private_folder_is_no_other_users(tmp_path):
         files.make_private(shared / "job")
     assert caught.value.errno == errno.EPERM
     assert (shared / "job").stat().st_mode & 0o777 == 0o777, "it is the other one's, and stays as it is"
+
+
+def test_a_file_system_that_cannot_sync_folders_holds_runs_too(run, monkeypatch):
+    """Every save failed there."""
+    real, syncs = os.fsync, []
+
+    def fsync(descriptor: int) -> None:
+        syncs.append(stat.S_ISDIR(os.fstat(descriptor).st_mode))
+        if syncs[-1]:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    files.sync(run)
+    assert syncs == [True]
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(errno.EIO, "")))
+    with pytest.raises(OSError, match="5"):
+        files.sync(run)
