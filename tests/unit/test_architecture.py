@@ -56,7 +56,7 @@ permission."""
 
 TOKENS: dict[str, int] = {
     "errors": 1060,
-    "system": 14268,
+    "system": 14316,
     "config": 11695,
     "comm": 6112,
     "run": 26259,
