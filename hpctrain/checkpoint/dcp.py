@@ -38,7 +38,7 @@ class Record:
 
 
 def parsed(content: bytes) -> Any:
-    """The value in a pickle of DCP, with Records for objects and None for True and False, which nobody asks for.
+    """The value in a pickle of DCP, with Records for objects and None for True and False, which are not needed.
 
     Raises errors of any type for other content.
     """
