@@ -193,7 +193,10 @@ def send(path: Path, firsts: Group, root: int, lacks: bool) -> str | None:
             try:
                 if firsts.rank == root and not problem:
                     read_at(descriptor, piece.data, begin)
-                firsts.broadcast_array(piece, what, root, MOVE_TIMEOUT_S)
+            except OSError as error:
+                problem = said(error)
+            firsts.broadcast_array(piece, what, root, MOVE_TIMEOUT_S)  # after an error, too: the others wait for it
+            try:
                 if lacks and not problem:
                     write_at(descriptor, piece.data, begin)
             except OSError as error:

@@ -367,18 +367,20 @@ def test_one_folder_for_several_nodes_is_not_used(tmp_path, monkeypatch, capsys)
     assert list((tmp_path / "same").iterdir()) == []
 
 
-def test_a_node_without_room_for_a_snapshot_passes_over_it(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("call", "code"), [("write_at", errno.ENOSPC), ("read_at", errno.EIO)])
+def test_a_node_that_cannot_store_or_read_a_snapshot_passes_over_it(call, code, tmp_path, monkeypatch):
+    """If it could not read, the others waited for it, an hour at most."""
     nodes = Nodes(tmp_path, monkeypatch, 2)
     nodes.loses_a_rank(48)
 
-    def no_room(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def fails(*_):
+        raise OSError(code, os.strerror(code))
 
     with monkeypatch.context() as patched:
-        patched.setattr(survivors, "write_at", no_room)
+        patched.setattr(survivors, call, fails)
         nodes.attempt()
     reason = str(nodes.resumed().rejected[0].reason)
-    assert nodes.resumed().step == 30 and "No space left" in reason and "fix:" not in reason
+    assert nodes.resumed().step == 30 and os.strerror(code) in reason and "fix:" not in reason
 
 
 def test_with_copies_a_lost_node_costs_no_snapshot_and_two_lost_at_once_are_said(tmp_path, monkeypatch, capsys):
