@@ -65,7 +65,7 @@ TOKENS: dict[str, int] = {
     "train": 14657,
     "tasks": 7606,
     "backends": 126063,
-    "checkpoint": 52148,
+    "checkpoint": 52161,
     "monitor": 32321,
     "track": 6482,
     "rank": 15588,
