@@ -55,9 +55,10 @@ def show(found: Sequence[Footprint], reasons: Mapping[str, str], limit: int | No
     Console(width=WIDEST).print(table)
     foreign_text.show(f"\na checkpoint has {quantities.size(found[0].checkpoint)}")
     for plan_or_size, reason in reasons.items():
-        kind = "tensor " if plan_or_size.isdecimal() else "" if plan_or_size == PIPELINED else "shard "
+        key = "tensor" if plan_or_size.isdecimal() else "shard"
+        said = plan_or_size if plan_or_size == PIPELINED else f"{key} {plan_or_size}"
         why = re.sub(r"^parallel\.\w+ is \w+, and ", "", reason)
-        foreign_text.show(f"{kind}{plan_or_size} is not possible: {why}")
+        foreign_text.show(f"{said} is not possible: {why}")
 
 
 LARGEST_PIPELINE = 8

@@ -60,10 +60,10 @@ class SumPiece:
 
     def __init__(self, group: Group, owner: int | None, place: slice, values: Array, codec: Codec | None) -> None:
         others = [rank for rank in range(group.size) if rank != group.rank]
+        adders = others if owner is None else [rank for rank in others if rank == owner]
         self.place, self.values, self.codec = place, values, codec
         self.adds = owner in (None, group.rank)
         self.words = values if codec is None else np.empty(len(values), np.uint16)
-        adders = others if owner is None else [owner] if owner != group.rank else []
         self.rows = {rank: np.empty_like(self.words) for rank in (others if self.adds else adders)}
         """Received messages by source rank: the others' terms, or the sum."""
         self.terms_to = adders

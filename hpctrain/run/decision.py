@@ -147,7 +147,9 @@ def _orderly(words: Sequence[LastWord], attempts: Sequence[Attempt], stop: Stop 
         )
     again = "the same command resumes it"
     code = stop.code if stop else Code.STOPPED
-    at = (f" at step {step}" if step or saves else "") if words else " before any rank began"
+    at = f" at step {step}" if step or saves else ""
+    if not words:
+        at = " before any rank began"
     reason = f"stopped by {stop.by if stop else 'a request'}{at}"
     if not saves and not (stop and stop.by_person):
         reason = f"stopped by {stop.by}" if stop else f"asked to be run again (exit code {ExitCode.STOPPED:d})"

@@ -161,7 +161,9 @@ def outcome(attempts: Sequence[Attempt], started: RunStarted | None, finished: R
         started: the newest RunStarted event.
         finished: the newest RunFinished event.
     """
-    newest = attempts[-1].number if attempts else started.attempt if started else 0
+    newest = started.attempt if started else 0
+    if attempts:
+        newest = attempts[-1].number
     if finished and finished.attempt >= newest:
         reason = finished.reason or Outcome.COMPLETED
         return Outcome(reason) if reason in set(Outcome) else Outcome.UNKNOWN
@@ -229,7 +231,7 @@ def of_run(
 def _by_job(job: QueueEntry, when: str = "") -> RunState:
     """Returns the state of a run without a recorded end, from the state of its job."""
     why = f"job {job.id} is {job.state}" + (f" ({job.reason})" if job.reason else "")
-    word = Word.CANCELLED if job.state == "CANCELLED" else Word.UNKNOWN if job.state == "COMPLETED" else Word.FAILED
+    word = {"CANCELLED": Word.CANCELLED, "COMPLETED": Word.UNKNOWN}.get(job.state, Word.FAILED)
     code = BY_JOB.get(job.state, Code.UNKNOWN)
     said = f": {job.note}" if job.note else ""
     why = f"{why}, {when}{said}" if when else why

@@ -67,4 +67,6 @@ def _visible(character: str) -> str:
     if character.isprintable() or character in "\n\t":
         return character
     kind = unicodedata.category(character)
-    return character if kind == "Cs" else " " if kind == "Zs" else ""  # ``show`` escapes surrogates
+    if kind == "Cs":  # a surrogate, which ``show`` escapes
+        return character
+    return " " if kind == "Zs" else ""

@@ -103,8 +103,9 @@ def require_mean(
             return None
 
     found = tried(lambda rows, part: divided(outputs, rows))
-    if found != [] and again is not None and (repeated := tried(lambda rows, part: again(part))) is not None:
-        found = repeated
+    if found != [] and again is not None:
+        repeated = tried(lambda rows, part: again(part))
+        found = found if repeated is None else repeated
     if found:
         raise uneven(field, fix, *found)
 

@@ -137,8 +137,11 @@ class HorovodReducer(KerasReducer):
         kind = sum(sizes), pieces[0].dtype.size if pieces else 1
         most, least = self.lease.most(*kind), self.lease.least(*kind)
         small = [index for index, size in enumerate(sizes) if size < least]
+        groups = [[index] for index, size in enumerate(sizes) if size >= least]
+        if small:
+            groups.append(small)
         found: dict[int, tf.Tensor] = {}
-        for members in [*([index] for index, size in enumerate(sizes) if size >= least), *([small] if small else [])]:
+        for members in groups:
             some = [pieces[index] for index in members]
             parts = cut(join(some) if len(some) > 1 else some[0], most)
             sums = [self._allreduce(part, f"{name}_{members[0]}_{number}") for number, part in enumerate(parts)]

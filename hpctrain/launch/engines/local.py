@@ -103,7 +103,10 @@ def run(asked: RunRequest) -> RunVerdict:
 def temporary(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns a replacement for a TMPDIR that cannot be written, with which mpirun would end without a message."""
     given = os.environ.get("TMPDIR")
-    if not given or "TMPDIR" in environment or os.path.abspath(given) == (found := tempfile.gettempdir()):
+    if not given or "TMPDIR" in environment:
+        return {}
+    found = tempfile.gettempdir()
+    if os.path.abspath(given) == found:
         return {}
     say(f"TMPDIR is {given}, which is not writable: using {found}")
     return {"TMPDIR": found}

@@ -114,9 +114,10 @@ class Answer:
         submitted.
         """
         jobs = jobs_of(run)
-        if not jobs and (entry := self.entries.get(own_job(run))) and entry.state not in ALIVE:
-            return entry
         if not jobs:
+            own = self.entries.get(own_job(run))
+            if own and own.state not in ALIVE:
+                return own
             refused, _, fix = refusal(run).partition("\n")
             return QueueEntry("", REFUSED, refused, note=fix) if refused else None
         found = [self.entries[job] for job in jobs if job in self.entries]

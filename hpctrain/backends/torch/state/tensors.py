@@ -144,8 +144,10 @@ def require_same_layout(before: Layout, now: Layout) -> None:
         old, new = before.get(name), now.get(name)
         if old == new:
             continue
-        change = "is new" if old is None else "is gone" if new is None else "is another parameter"
-        if isinstance(old, str) and isinstance(new, str):
+        change = "is another parameter"
+        if old is None or new is None:
+            change = "is new" if old is None else "is gone"
+        elif isinstance(old, str) and isinstance(new, str):
             change = f"was {old} and is {new}"
         raise UserError(
             f"{name} of the model {change} since the task returned it: the optimizer would not update it, or a "
