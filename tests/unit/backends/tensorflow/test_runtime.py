@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -21,16 +22,30 @@ def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
-def test_start_up_chatter_is_dropped_and_all_else_is_shown():
+@functools.cache
+def begun() -> list[str]:
+    """What a task's process prints, whose standard error must have nothing but the program's own line."""
     ended = run(
-        "set_environment(None)\n"
+        "import time\n"
+        "set_environment(1)\n"
         "with without_chatter():\n"
-        "    import tensorflow as tf\n"
+        "    import keras, tensorflow as tf\n"
         "    os.write(2, b'mine\\n')\n"
-        "tf.zeros(1)\n"
+        "begin_task(3)\n"
+        "from tensorflow.python.eager import context\n"
+        "print(context.context()._context_handle)\n"
+        "for precision in ('fp32', 'bf16'):\n"
+        "    begin_task(3, precision)\n"
+        "    layer = keras.layers.Dense(2); layer.build((None, 2))\n"
+        "    print(layer.name, layer.compute_dtype, float(keras.ops.sum(layer.kernel)))\n"
+        "x = tf.random.normal((1500, 1500))\n"
+        "wall, cpu = time.perf_counter(), time.process_time()\n"
+        "for _ in range(5): x = tf.tanh(x @ x)\n"
+        "x.numpy()\n"
+        "print((time.process_time() - cpu) / (time.perf_counter() - wall))\n"
     )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "mine\n")
+    assert (ended.returncode, ended.stderr) == (0, "mine\n"), "start-up chatter is dropped, and all else is shown"
+    return ended.stdout.splitlines()
 
 
 def test_an_error_inside_is_shown():
@@ -55,33 +70,13 @@ def test_threads_come_from_the_run_file_or_the_launcher():
 
 @pytest.mark.slow
 def test_one_compute_thread_is_one():
-    ended = run(
-        "import threading, time\n"
-        "set_environment(1)\n"
-        "with without_chatter():\n    import tensorflow as tf\n"
-        "x = tf.random.normal((1500, 1500))\n"
-        "wall, cpu = time.perf_counter(), time.process_time()\n"
-        "for _ in range(5): x = tf.tanh(x @ x)\n"
-        "x.numpy()\n"
-        "print((time.process_time() - cpu) / (time.perf_counter() - wall))\n"
-    )
-    assert float(ended.stdout) < 1.3
+    assert float(begun()[3]) < 1.3
 
 
 @pytest.mark.slow
 def test_a_task_gets_the_seed_and_precision_and_the_same_names_again_and_tensorflow_is_not_used_for_that():
-    ended = run(
-        "with without_chatter():\n    import keras\n"
-        "begin_task(3)\n"
-        "from tensorflow.python.eager import context\n"
-        "print(context.context()._context_handle)\n"
-        "for precision in ('fp32', 'bf16'):\n"
-        "    begin_task(3, precision)\n"
-        "    layer = keras.layers.Dense(2); layer.build((None, 2))\n"
-        "    print(layer.name, layer.compute_dtype, float(keras.ops.sum(layer.kernel)))\n"
-    )
-    unused, first, second = (line.split() for line in ended.stdout.splitlines())
-    assert unused == ["None"], ended.stderr
+    unused, first, second = map(str.split, begun()[:3])
+    assert unused == ["None"]
     assert first[:2] == ["dense", "float32"] and second[:2] == ["dense", "bfloat16"]
     assert first[2] == second[2]
 
@@ -103,15 +98,10 @@ tf.config.set_visible_devices = lambda device, kind: chosen.append(device.name)
 
 
 @pytest.mark.slow
-def test_each_rank_chooses_a_gpu_before_tensorflow_begins():
-    ended = run(GPUS + "begin_task(3, local_rank=1)\nbegin_task(3, local_rank=6)\nprint(*chosen)\n")
-    assert ended.stdout == "GPU:1 GPU:2\n", ended.stderr
-
-
-@pytest.mark.slow
-def test_a_keras_task_that_began_too_early_to_choose_a_gpu_is_refused_where_ranks_would_share_one():
+def test_each_rank_chooses_a_gpu_before_tensorflow_begins_or_is_refused_where_ranks_would_share_one():
     ended = run(
-        GPUS + "def refuse(device, kind):\n    raise RuntimeError('Visible devices cannot be modified')\n"
+        GPUS + "begin_task(3, local_rank=1)\nbegin_task(3, local_rank=6)\nprint(*chosen)\n"
+        "def refuse(device, kind):\n    raise RuntimeError('Visible devices cannot be modified')\n"
         "tf.config.set_visible_devices = refuse\n"
         "begin_task(3, local_rank=1)\n"
         "tf.config.list_logical_devices = tf.config.list_physical_devices\n"
@@ -119,7 +109,7 @@ def test_a_keras_task_that_began_too_early_to_choose_a_gpu_is_refused_where_rank
         "print('one rank may see them all')\n"
         "require_own_gpu(2)\n"
     )
-    assert ended.stdout == "one rank may see them all\n", ended.stderr
+    assert ended.stdout == "GPU:1 GPU:2\none rank may see them all\n", ended.stderr
     assert "UserError: TensorFlow was used before this rank could choose one of the 4 GPUs that it sees" in ended.stderr
     assert "make tensors, layers and optimizers in the task function" in ended.stderr
 
@@ -132,7 +122,7 @@ def test_nothing_is_loaded_for_tasks_of_others():
 
 
 @pytest.mark.slow
-def test_keras_on_torch_is_seeded_as_by_itself_and_does_not_import_tensorflow():
+def test_keras_on_torch_is_seeded_as_by_itself_without_tensorflow_whose_backend_refuses_it():
     ended = run(
         "import keras, sys\n"
         "from hpctrain.rank.problem import seed_task\n"
@@ -145,19 +135,12 @@ def test_keras_on_torch_is_seeded_as_by_itself_and_does_not_import_tensorflow():
         "sys.modules['tensorflow'] = None\n"
         "keras.utils.clear_session()\n"
         "keras.utils.set_random_seed(3)\n"
-        "print(mine == drawn())\n",
-        KERAS_BACKEND="torch",
-    )
-    assert ended.stdout == "False\nTrue\n", ended.stderr
-
-
-@pytest.mark.slow
-def test_another_backend_of_keras_is_refused():
-    ended = run(
-        "with without_chatter():\n    import tensorflow, keras\n"
+        "print(mine == drawn())\n"
+        "del sys.modules['tensorflow']\n"
         "from types import SimpleNamespace as N\n"
         "from hpctrain.backends.tensorflow.task.keras_opening import require_trainable\n"
         "require_trainable(N())\n",
         KERAS_BACKEND="torch",
     )
+    assert ended.stdout == "False\nTrue\n", ended.stderr
     assert "UserError: Keras runs on torch, but Keras tasks train on PyTorch or TensorFlow" in ended.stderr
