@@ -44,7 +44,7 @@ def parsed(content: bytes) -> Any:
     """
     stack: list[Any] = []
     outer: list[list[Any]] = []
-    memo: list[Any] = []
+    memo: dict[Any, Any] = {}
     for opcode, argument, _ in pickletools.genops(content):
         top: list[Any] = []
         count = len(opcode.stack_before)
@@ -55,7 +55,7 @@ def parsed(content: bytes) -> Any:
         del stack[cut:]
         match opcode.name:
             case "MEMOIZE":
-                memo += top
+                memo[len(memo)] = top[0]
             case "BINGET" | "LONG_BINGET":
                 top = [memo[argument]]
             case "MARK":

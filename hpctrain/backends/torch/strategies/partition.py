@@ -170,7 +170,7 @@ class Partition:
     def free(self) -> None:
         """Frees what passes have gathered."""
 
-    def leave_out(self, modules: Container[Module]) -> None:
+    def leave_out(self, modules: Container[object]) -> None:
         """Leaves modules that the next backward pass does not reach out of what it communicates."""
 
     def try_loss(self, loss: Tensor) -> None:

@@ -139,7 +139,7 @@ class FullySharded(Partition):
         for module in self.modules:
             module.reshard()
 
-    def leave_out(self, modules: Container[Module]) -> None:
+    def leave_out(self, modules: Container[object]) -> None:
         """See Partition. If each pass sums gradients, those of other layers would be zeros; and if layers stay whole
         until their own backward pass, another one must not free them."""
         for module in self.modules if self.keeps else ():
