@@ -65,7 +65,7 @@ TOKENS: dict[str, int] = {
     "train": 14657,
     "tasks": 7606,
     "backends": 126066,
-    "checkpoint": 52161,
+    "checkpoint": 52172,
     "monitor": 32321,
     "track": 6482,
     "rank": 15588,
