@@ -160,7 +160,7 @@ def plain(values: Any, what: str) -> Array:
     array = np.asarray(values.detach() if hasattr(values, "detach") else values)  # torch refuses if it has a gradient
     if isinstance(values, (list, tuple)) and array.dtype == np.float64 and np.abs(array).max(initial=0) >= 2**63:
         exact = np.asarray(values, object)
-        if all(isinstance(each, int) for each in exact.flat):  # NumPy has rounded int64 beside uint64
+        if all(isinstance(each, int) for each in exact.flat):  # NumPy has rounded int64 next to uint64
             if exact.min() < 0:
                 whole = f"{what} holds integers below 0 and from 2**63 on, which no integer type can hold together"
                 raise UserError(whole, "give all of them as int64 or as uint64, or write floats such as 1e19")

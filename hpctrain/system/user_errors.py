@@ -66,7 +66,7 @@ ADVICE = {
         "write values.to(outputs.device)"
     ),
     r"cannot assign to field": "A task's fields are fixed: write task = dataclasses.replace(task, name=value)",
-    r"EOF when reading a line": "Nobody can answer a batch job's questions: give the answer in task_args",
+    r"EOF when reading a line": "No one can answer a batch job's questions: give the answer in task_args",
     r"surrogates not allowed|'ascii' codec can't encode": "What is printed or written must be text: use ascii(text)",
     r"empty parameter list": "Weights are attributes of type nn.Parameter, and lists of layers are nn.ModuleList",
     r"before Module\.__init__\(\) call": "Begin __init__ of the class with super().__init__()",
