@@ -208,7 +208,9 @@ class Cluster:
     def init(self, name: str) -> int:
         """Pid of the node's init process, with which all of its processes end."""
         daemon = self.daemons[name].pid
-        return int(Path(f"/proc/{daemon}/task/{daemon}/children").read_text().split()[0])
+        children = Path(f"/proc/{daemon}/task/{daemon}/children")
+        # Slurm may take a node that has just been started for the one that was lost.
+        return int(until(lambda: children.read_text().split(), PATIENCE_S, lambda: self.log(name))[0])
 
     def node_state(self, name: str) -> str:
         """The node's state: idle, mix, alloc, down ..."""
