@@ -13,6 +13,7 @@ import select
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,7 @@ def has_unsent(run_dir: RunDir, name: str) -> bool:
     return RunView(run_dir.path).events_from(offset, 1)[1] != offset
 
 
-class Follower:
+class Follower(ABC):
     """Sends unsent events to a tracker; subclasses define how."""
 
     def __init__(self, name: str, run_dir: RunDir, uri: str) -> None:
@@ -133,17 +134,17 @@ class Follower:
         self.offset = int(known.get("offset", 0))
         self.problem: str | None = None
 
+    @abstractmethod
     def open_run(self) -> str:
         """Creates a run in the tracker; returns its id."""
-        raise NotImplementedError
 
+    @abstractmethod
     def begin(self) -> None:
         """Sends the run's configuration, once."""
-        raise NotImplementedError
 
+    @abstractmethod
     def take(self, events: Sequence[Event]) -> None:
         """Sends events."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Called when everything has been sent."""
