@@ -190,6 +190,10 @@ def named_variables(model: keras.Model) -> Iterator[tuple[str, keras.Variable, b
     for variable in model.non_trainable_variables:
         group = "rng" if is_seed(variable) else "model"
         yield f"{group}/{path_in(model, variable)}", variable, id(variable) in frozen
+    states = [getattr(layer, "states", None) for layer in model._flatten_layers() if getattr(layer, "stateful", False)]
+    found = {id(one): one for one in keras.tree.flatten([each for each in states if each is not None])}
+    for index, variable in enumerate(found.values()):  # Keras does not list them; Bidirectional has those of its layers
+        yield f"model/rnn_state/{index}", variable, False
 
 
 def save_keras(model: keras.Model, path: Path) -> None:

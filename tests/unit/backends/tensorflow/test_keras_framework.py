@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from hpctrain.backends.keras.keras_model import lacks_weights
+from hpctrain.backends.keras.keras_model import lacks_weights, named_variables
 from hpctrain.backends.named_state import BLOCK_BYTES, load_tensors
 from hpctrain.backends.tensorflow.keras_framework import KerasFramework
 from hpctrain.backends.tensorflow.keras_reducer import HostReducer
@@ -584,3 +584,14 @@ def test_one_rank_knows_when_its_backward_pass_ended(accumulate):
     assert backward > 0.01, "part of an update; 0 if its end is not marked"
     assert optimizer > 0.01, "the other part"
     assert all_phases == pytest.approx(1, rel=0.2)
+
+
+def test_states_of_stateful_recurrent_layers_are_part_of_the_state():
+    """A resumed run began with zeros: Keras does not count them among a model's variables."""
+    lstm = keras.layers.Bidirectional(keras.layers.LSTM(3, stateful=True))
+    model = keras.Sequential([keras.Input((5, 1), batch_size=4), lstm, keras.layers.Dense(1)])
+    before = {name: one.numpy().copy() for name, one, _ in named_variables(model) if "rnn_state" in name}
+    model(np.ones((4, 5, 1), np.float32))
+    after = {name: one.numpy().copy() for name, one, _ in named_variables(model) if "rnn_state" in name}
+    assert list(after) == [f"model/rnn_state/{index}" for index in range(4)]
+    assert all(one.any() and not before[name].any() for name, one in after.items())
