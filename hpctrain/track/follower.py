@@ -120,8 +120,8 @@ def has_unsent(run_dir: RunDir, name: str) -> bool:
     return RunView(run_dir.path).events_from(offset, 1)[1] != offset
 
 
-class Follower(ABC):
-    """Sends unsent events to a tracker; subclasses define how."""
+class FollowerState:
+    """What a tracker has received of a run, in a file that the sink and the next attempt read."""
 
     def __init__(self, name: str, run_dir: RunDir, uri: str) -> None:
         self.name, self.run_dir, self.uri = name, run_dir, uri
@@ -134,41 +134,9 @@ class Follower(ABC):
         self.offset = int(known.get("offset", 0))
         self.problem: str | None = None
 
-    @abstractmethod
-    def open_run(self) -> str:
-        """Creates a run in the tracker; returns its id."""
-
-    @abstractmethod
-    def begin(self) -> None:
-        """Sends the run's configuration, once."""
-
-    @abstractmethod
-    def take(self, events: Sequence[Event]) -> None:
-        """Sends events."""
-
-    def close(self) -> None:
-        """Called when everything has been sent."""
-
     def confirmed(self) -> int:
         """Offset of the first byte that the server may lack."""
         return self.offset
-
-    def send(self) -> bool:
-        """Sends one portion; returns whether there was any. Raises errors of the tracker's library."""
-        events, offset = self.view.events_from(self.offset, READ_BYTES)
-        if offset == self.offset:
-            return False
-        if self.run_id is None:
-            self.run_id = self.open_run()
-            self.save()  # at once, so that a failure does not lead to a second run
-        if not self.has_params:
-            self.begin()
-            self.has_params = True
-        self.take(events)
-        self.offset = offset
-        self.problem = None
-        self.save()
-        return True
 
     def note_problem(self, error: Exception) -> None:
         """Saves the error, which the sink and ``hpctrain track sync`` show."""
@@ -186,6 +154,42 @@ class Follower(ABC):
             "problem": self.problem,
         }
         write_atomically(self.run_dir.path / f"{self.name}.json", json.dumps(fields).encode())
+
+
+class Follower(FollowerState, ABC):
+    """Sends unsent events to a tracker; subclasses define how."""
+
+    @abstractmethod
+    def open_run(self) -> str:
+        """Creates a run in the tracker; returns its id."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Sends the run's configuration, once."""
+
+    @abstractmethod
+    def take(self, events: Sequence[Event]) -> None:
+        """Sends events."""
+
+    def close(self) -> None:
+        """Called when everything has been sent."""
+
+    def send(self) -> bool:
+        """Sends one portion; returns whether there was any. Raises errors of the tracker's library."""
+        events, offset = self.view.events_from(self.offset, READ_BYTES)
+        if offset == self.offset:
+            return False
+        if self.run_id is None:
+            self.run_id = self.open_run()
+            self.save()  # at once, so that a failure does not lead to a second run
+        if not self.has_params:
+            self.begin()
+            self.has_params = True
+        self.take(events)
+        self.offset = offset
+        self.problem = None
+        self.save()
+        return True
 
 
 def follow(follower: Follower, is_over: Callable[[float], bool]) -> bool:
@@ -231,7 +235,7 @@ def main(name: str, make: Callable[[RunDir, str, str], Follower]) -> int:
     try:
         follower = make(RunDir(Path(folder)), uri, more)
     except Exception as error:  # the library refuses the store: the sink reports it
-        Follower(name, RunDir(Path(folder)), uri).note_problem(error)
+        FollowerState(name, RunDir(Path(folder)), uri).note_problem(error)
         return 1
     foreign_text.show(f"connected to {name} after {time.monotonic() - begin:.1f} s")
     return 0 if follow(follower, stdin_closes) else 1

@@ -190,10 +190,14 @@ def named_variables(model: keras.Model) -> Iterator[tuple[str, keras.Variable, b
     for variable in model.non_trainable_variables:
         group = "rng" if is_seed(variable) else "model"
         yield f"{group}/{path_in(model, variable)}", variable, id(variable) in frozen
+    yield from ((f"model/rnn_state/{index}", one, False) for index, one in enumerate(recurrent_states(model)))
+
+
+def recurrent_states(model: keras.Model) -> list[keras.Variable]:
+    """What layers with ``stateful=True`` carry from batch to batch, which Keras does not list as variables."""
     states = [getattr(layer, "states", None) for layer in model._flatten_layers() if getattr(layer, "stateful", False)]
-    found = {id(one): one for one in keras.tree.flatten([each for each in states if each is not None])}
-    for index, variable in enumerate(found.values()):  # Keras does not list them; Bidirectional has those of its layers
-        yield f"model/rnn_state/{index}", variable, False
+    found = {id(one): one for one in keras.tree.flatten(states) if isinstance(one, keras.Variable)}
+    return list(found.values())  # each once: Bidirectional has those of its layers, too
 
 
 def save_keras(model: keras.Model, path: Path) -> None:
