@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from hpctrain.backends.torch.reduce.reducer import Reducer
-from hpctrain.backends.torch.reduce.torch_reducers import TorchReducers
+from hpctrain.backends.torch.reduce.torch_reducers import TorchReducerFactory
 from hpctrain.bench.ranks import take_turns, write_rows
 from hpctrain.comm.world import World, connect
 from hpctrain.config.sections import ReduceConfig
@@ -38,7 +38,7 @@ def make(way: str, mib: float, world: World) -> Exchange:
     """Makes an exchange of ``mib`` MiB of fp32."""
     model = torch.nn.Module()
     model.weight = torch.nn.Parameter(torch.zeros(max(1, int(mib * MIB) // 4)))
-    return Exchange(TorchReducers(model, ReduceConfig()).open(Candidate.parse(way), world.data))
+    return Exchange(TorchReducerFactory(model, ReduceConfig()).open(Candidate.parse(way), world.data))
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from benchmarks.gpu_proof.machine import device_of, finish
 from benchmarks.gpu_proof.rows import Figures, Setting, require
 from benchmarks.gpu_proof.runs import furthest, run_file, trained
 from benchmarks.gpu_proof.speed import WARM, Clocked, can_compile
-from hpctrain.backends.torch.steps.updates import Trained
+from hpctrain.backends.torch.steps.updates import OptimizerStep
 from hpctrain.backends.torch.task.by_name import make_optimizer
 
 LARGEST = {"tf32": 2e-2, "benchmark": 2e-2, "compiled": 1e-3, "graphs": 1e-3}
@@ -81,17 +81,17 @@ def ahead(setting: Setting) -> Figures:
     steps = WARM + (20 if setting.on_gpu else 4)
     seconds: dict[str, list[float]] = {"after": [], "ahead": []}
     losses, launched = {}, list[bool]()
-    plain, launch = Trained.can_step_ahead, Trained.step_ahead
+    plain, launch = OptimizerStep.can_step_ahead, OptimizerStep.step_ahead
 
-    def noted(self: Trained, *given: Any) -> None:
+    def noted(self: OptimizerStep, *given: Any) -> None:
         launched.append(True)
         launch(self, *given)
 
     try:
-        Trained.step_ahead = noted  # type: ignore[assignment,method-assign]
+        OptimizerStep.step_ahead = noted  # type: ignore[assignment,method-assign]
         for turn in range(2):
             for name, taken in seconds.items():
-                Trained.can_step_ahead = plain if name == "ahead" else False  # type: ignore[assignment,method-assign]
+                OptimizerStep.can_step_ahead = plain if name == "ahead" else False  # type: ignore[assignment,method-assign]
                 clocked = Clocked(WARM, steps, setting.on_gpu)
                 config = run_file(
                     setting.folder / f"{name}-{turn}", "gpt", {**sizes, "fused": True}, steps, 8,
@@ -101,7 +101,7 @@ def ahead(setting: Setting) -> Figures:
                 losses[name] = list(trained(config, [clocked]).of_step.values())
                 taken.append(clocked.step_s)
     finally:
-        Trained.can_step_ahead, Trained.step_ahead = plain, launch  # type: ignore[method-assign]
+        OptimizerStep.can_step_ahead, OptimizerStep.step_ahead = plain, launch  # type: ignore[method-assign]
     require(losses["ahead"] == losses["after"], "losses differ")
     require(len(launched) == (2 * steps if setting.on_gpu else 0), f"{len(launched)} steps were launched ahead")
     return {f"{name}_ms": 1000 * min(taken) for name, taken in seconds.items()}

@@ -19,7 +19,7 @@ from hpctrain.config.sections import Config
 from hpctrain.errors import UserError, foreign_errors
 from hpctrain.rank.problem import make_problem, require_same_data
 from hpctrain.rank.trial import in_short, node_size
-from hpctrain.reduce.reducer_choice import R, ReducerChoice, Reducers
+from hpctrain.reduce.reducer_choice import R, ReducerChoice, ReducerFactory
 from hpctrain.run.grid import Grid
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.clock import IntervalClock
@@ -99,7 +99,7 @@ def plan_of(config: Config, world: ImaginedWorld) -> RankPlan:
 class Unchosen(ReducerChoice):
     """Opens no reducer: nothing is summed."""
 
-    def known(self, reducers: Reducers[R]) -> R | None:
+    def known(self, factory: ReducerFactory[R]) -> R | None:
         """See ReducerChoice."""
         return None
 

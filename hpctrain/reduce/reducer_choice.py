@@ -31,7 +31,7 @@ R = TypeVar("R", bound=Closable)
 R_co = TypeVar("R_co", bound=Closable, covariant=True)
 
 
-class Reducers(Protocol[R_co]):
+class ReducerFactory(Protocol[R_co]):
     """What a framework contributes to the choice, for one model."""
 
     def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
@@ -74,41 +74,41 @@ class ReducerChoice:
     record: Callable[[Choice], object] | None = None
     """Called with the result if candidates were measured."""
 
-    def known(self, reducers: Reducers[R]) -> R | None:
+    def known(self, factory: ReducerFactory[R]) -> R | None:
         """Opens the reducer if it need not be measured; otherwise returns None. Collective.
 
         Raises:
             UserError: the reducer named in the configuration cannot be used.
         """
-        among = reducers.possible(self.config, self.world)
+        among = factory.possible(self.config, self.world)
         if len(among) == 1:
-            return reducers.open(among[0], self.world.data)
-        return None if self.kept is None else reducers.open(Candidate.parse(self.kept), self.world.data)
+            return factory.open(among[0], self.world.data)
+        return None if self.kept is None else factory.open(Candidate.parse(self.kept), self.world.data)
 
-    def measured(self, reducers: Reducers[R], rehearse: Callable[[R], object]) -> R:
+    def measured(self, factory: ReducerFactory[R], rehearse: Callable[[R], object]) -> R:
         """Measures the candidates and opens the fastest one. Collective.
 
         Args:
-            reducers: the model's reducers.
+            factory: opens the model's reducers.
             rehearse: runs forward, backward and exchange once with the given reducer, and leaves the model as it was.
         """
         group = self.world.data
-        among = reducers.possible(self.config, self.world)
-        choice = choose(among, lambda one: reducers.open(one, group), rehearse, self.world.everyone)
+        among = factory.possible(self.config, self.world)
+        choice = choose(among, lambda one: factory.open(one, group), rehearse, self.world.everyone)
         if self.record is not None:
             self.record(choice)
-        return reducers.open(choice.candidate, group)
+        return factory.open(choice.candidate, group)
 
-    def reducer(self, reducers: Reducers[R], rehearse: Callable[[R], object]) -> R:
+    def reducer(self, factory: ReducerFactory[R], rehearse: Callable[[R], object]) -> R:
         """Opens the known reducer, or else the fastest one; arguments as for ``measured``. Collective."""
-        return self.known(reducers) or self.measured(reducers, rehearse)
+        return self.known(factory) or self.measured(factory, rehearse)
 
 
 @dataclass
 class ChosenReducer(Generic[R]):
     """The reducer in use. If it has to be measured, that happens on the first update's batch."""
 
-    possible: Reducers[R]
+    possible: ReducerFactory[R]
     """The reducers to choose from."""
     choice: ReducerChoice
     unchanged: Callable[[], AbstractContextManager[None]]

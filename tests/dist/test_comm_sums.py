@@ -137,7 +137,7 @@ def test_horovod_sums_large_gradients_where_they_are(tmp_path):
         "    return [parameter.grad.clone() for parameter in model.parameters()]\n"
         "found = {}\n"
         "for name in ('mpi-overlap', 'horovod-overlap', 'horovod-flat'):\n"
-        "    reducer = torch_reducers.TorchReducers(model, ReduceConfig()).open(Candidate.parse(name), group)\n"
+        "    reducer = torch_reducers.TorchReducerFactory(model, ReduceConfig()).open(Candidate.parse(name), group)\n"
         "    cases = [(1, True), (1, True), (1, False), (2, True)]\n"
         "    found[name] = [grad for case in cases for grad in update(reducer, *case)]\n"
         "    print(name, [part.numel() for part in reducer.flat_gradients.elsewhere.values()])\n"

@@ -6,19 +6,19 @@ from collections.abc import Callable
 
 from hpctrain.comm.group import Group
 from hpctrain.reduce.candidates import Candidate
-from hpctrain.reduce.reducer_choice import R, ReducerChoice, Reducers
+from hpctrain.reduce.reducer_choice import R, ReducerChoice, ReducerFactory
 
 
 class Rehearsed(ReducerChoice):
     """Rehearses twice, although a single rank has nothing to choose from."""
 
-    def known(self, reducers: Reducers[R]) -> R | None:
+    def known(self, factory: ReducerFactory[R]) -> R | None:
         """See ReducerChoice."""
         return None
 
-    def measured(self, reducers: Reducers[R], rehearse: Callable[[R], object]) -> R:
+    def measured(self, factory: ReducerFactory[R], rehearse: Callable[[R], object]) -> R:
         """See ReducerChoice."""
-        reducer = reducers.open(Candidate("none"), self.world.data)
+        reducer = factory.open(Candidate("none"), self.world.data)
         rehearse(reducer)
         rehearse(reducer)
         return reducer
@@ -27,6 +27,6 @@ class Rehearsed(ReducerChoice):
 class NoExchange(ReducerChoice):
     """Gives every rank a reducer that exchanges nothing."""
 
-    def known(self, reducers: Reducers[R]) -> R:
+    def known(self, factory: ReducerFactory[R]) -> R:
         """See ReducerChoice."""
-        return reducers.open(Candidate("none"), Group("alone"))
+        return factory.open(Candidate("none"), Group("alone"))

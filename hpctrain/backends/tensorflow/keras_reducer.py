@@ -244,8 +244,8 @@ CODECS = {"fp16": CastCodec(tf.float16), "bf16": CastCodec(tf.bfloat16)}
 
 
 @dataclass(frozen=True)
-class KerasReducers:
-    """Reducers of one model's gradients; see reducer_choice.Reducers.
+class KerasReducerFactory:
+    """Reducers of one model's gradients; see reducer_choice.ReducerFactory.
 
     Gradients are exchanged after the backward pass, never during it, so that the monitor sees when a rank has finished
     its own work.
@@ -304,7 +304,7 @@ def measured_reducer(
     Raises:
         UserError: the configured kind cannot be used here, for example because Horovod is not installed.
     """
-    return ReducerChoice(config, world, chosen, announce).reducer(KerasReducers(pieces), rehearse)
+    return ReducerChoice(config, world, chosen, announce).reducer(KerasReducerFactory(pieces), rehearse)
 
 
 def broadcast(group: Group, variables: Iterable[tf.Variable], what: str) -> None:

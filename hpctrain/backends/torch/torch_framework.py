@@ -18,7 +18,7 @@ from hpctrain.backends.torch.reduce.allreduce import HOST_S_PER_BYTE
 from hpctrain.backends.torch.reduce.gradients import as_real
 from hpctrain.backends.torch.state.torch_state import Averages, TorchState
 from hpctrain.backends.torch.steps.own_step import OwnSteps
-from hpctrain.backends.torch.steps.update_step import Parts, PassRunner, UpdateStep
+from hpctrain.backends.torch.steps.update_step import StepParts, ForwardBackward, UpdateStep
 from hpctrain.backends.torch.strategies.strategy import Prepared
 from hpctrain.backends.torch.task.checks import TORCH, judges, try_metrics
 from hpctrain.backends.torch.torch_metrics import to_host
@@ -48,7 +48,7 @@ class TorchFramework(FrameworkOfParts):
 
     def __init__(
         self,
-        parts: Parts,
+        parts: StepParts,
         program: UpdateStep | OwnSteps,
         evaluator: TorchEvaluator,
         source: TorchState,
@@ -69,15 +69,15 @@ class TorchFramework(FrameworkOfParts):
         self.optimizer = parts.task.optimizer
         self.flops: Flops | None = None
         self.step = program.run
-        self.use = parts.exchanges.use
+        self.use = parts.reducers.use
         self.set_learning_rate = source.optimizer_state.set_rates
 
     @property
     def facts(self) -> Facts:
-        exchanges = self.parts.exchanges
+        reducers = self.parts.reducers
         source = self.source
         gradient_bytes = self._gradient_bytes
-        reducer = exchanges.used.name if exchanges.used else None
+        reducer = reducers.used.name if reducers.used else None
         on_host = self.device.type != "cpu" and reducer is not None and reducer.startswith("mpi")
         return Facts(
             name="torch",
@@ -108,7 +108,7 @@ class TorchFramework(FrameworkOfParts):
             parts.modes.train()
             self.flops = self.program.dry_call(batch)
             self.evaluator.try_on(validation or [batch])
-            if pair is not None and self.task.loss is not None and not self.evaluator.passes.meets:
+            if pair is not None and self.task.loss is not None and not self.evaluator.forward_backward.meets:
                 self.evaluator.try_mean(pair)
             self.source.require_same_layout()
 
@@ -127,7 +127,7 @@ class TorchFramework(FrameworkOfParts):
         return TorchFlatWeights(group, peers, self.source.averages.parameters)
 
     def close(self) -> None:
-        self.parts.exchanges.close()
+        self.parts.reducers.close()
         self.parts.partition.tp_group.exchange.close()
         self.prepared.close()
         self.program.close()
@@ -138,10 +138,10 @@ class TorchFramework(FrameworkOfParts):
 class TorchEvaluator:
     """See train.framework.Evaluator."""
 
-    parts: Parts
+    parts: StepParts
     """Objects shared with the framework."""
-    passes: PassRunner
-    """Run the model."""
+    forward_backward: ForwardBackward
+    """Runs the model."""
     averages: Averages
     """EMA weights that replace the parameters, if there are any."""
     meters: Mapping[str, Meter]
@@ -156,7 +156,7 @@ class TorchEvaluator:
         with self._evaluating():
             inputs = compute.tensors(batch)
             with compute.autocast():
-                outputs = task.forward(self.passes.called, inputs)
+                outputs = task.forward(self.forward_backward.called, inputs)
                 scores = {name: judge(outputs, inputs) for name, judge in judges(task).items()}
             seen = Seen(outputs, inputs, batch, to_host)
             for meter in meters:
@@ -167,7 +167,7 @@ class TorchEvaluator:
     def predict(self, batch: HostBatch) -> dict[str, NDArray[Any]]:
         task, compute = self.parts.task, self.parts.compute
         with self._evaluating(), compute.autocast():
-            outputs = task.forward(self.passes.called, compute.tensors(batch))
+            outputs = task.forward(self.forward_backward.called, compute.tensors(batch))
         return {name: on_host(value, name) for name, value in named_outputs(outputs).items()}
 
     def try_on(self, batches: Sequence[HostBatch]) -> None:
@@ -175,14 +175,14 @@ class TorchEvaluator:
         task, compute = self.parts.task, self.parts.compute
         for batch in batches if task.validation is not None else ():
             with self._evaluating():
-                try_metrics(task, self.passes.called, compute.tensors(copied(batch)))
+                try_metrics(task, self.forward_backward.called, compute.tensors(copied(batch)))
             try_meters(self, copied(batch))
 
     def try_mean(self, batch: HostBatch) -> None:
         """Raises UserError if the loss of these samples is not a mean; calls the model, see ``require_mean``."""
         task = self.parts.task
         inputs = self.parts.compute.tensors(copied(batch))
-        again = functools.partial(task.forward, self.passes.called)
+        again = functools.partial(task.forward, self.forward_backward.called)
         with self._evaluating():
             require_mean(TORCH, "loss", task.loss, None, inputs, again)
 

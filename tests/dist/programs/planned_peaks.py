@@ -90,7 +90,7 @@ def measured(config: Config, world: World) -> int:
         batches = [first_batch(problem, world)] * config.train.accumulate
         framework.step(batches, weighed_tasks.SAMPLES)
         known = [one.value for one in framework.state()]
-        exchange = getattr(framework.parts.exchanges.used.of[ONLY], "sums", None)
+        exchange = getattr(framework.parts.reducers.used.of[ONLY], "sums", None)
         foreign = exchange.leaving if isinstance(exchange, HostSharded) else []
         with Live([one for one in known if isinstance(one, Tensor)], foreign) as live:
             framework.step(batches, weighed_tasks.SAMPLES)

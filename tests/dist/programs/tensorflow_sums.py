@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hpctrain.backends.tensorflow.keras_reducer import KerasReducers, Pieces
+from hpctrain.backends.tensorflow.keras_reducer import KerasReducerFactory, Pieces
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import connect
 from hpctrain.reduce.candidates import EVERY_CANDIDATE, Candidate
@@ -56,7 +56,7 @@ def exact(candidate: Candidate, size: int, step: int, wide: bool) -> list[NDArra
 def compared(candidate: Candidate, group: Group, wide: bool) -> dict[str, object]:
     """Compare three different sums inside TensorFlow functions; also whether they are bitwise equal on all ranks."""
     pieces = Pieces([keras.Variable(np.zeros(shape), dtype="float64" if wide else "float32") for shape in SHAPES])
-    reducer = KerasReducers(pieces).open(candidate, group)
+    reducer = KerasReducerFactory(pieces).open(candidate, group)
 
     @tf.function
     def summed(gradients: list[tf.Tensor], slots: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:

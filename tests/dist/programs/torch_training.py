@@ -150,9 +150,9 @@ def overflowing(world: World, way: str | None = None) -> dict[str, Any]:
     batch = next(global_batches(1))
     batch["x"] = batch["x"].copy()
     batch["x"][-1, 0] = 1e6
-    before, scale = framework.weights_hash(), framework.parts.trained[""].rule.loss_scale.factor
+    before, scale = framework.weights_hash(), framework.parts.optimizer_steps[""].rule.loss_scale.factor
     framework.step(cut(batch, world.rank, world.size), 30)
-    after = [framework.weights_hash() == before, framework.parts.trained[""].rule.loss_scale.factor / scale]
+    after = [framework.weights_hash() == before, framework.parts.optimizer_steps[""].rule.loss_scale.factor / scale]
     framework.close()
     return {"after": world.data.allgather(after, "compare")}
 

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from hpctrain.backends.keras.keras_model import evaluates_itself, optimizers_in
-from hpctrain.backends.tensorflow.keras_reducer import KerasReducer, KerasReducers, own_errors, python_called
+from hpctrain.backends.tensorflow.keras_reducer import KerasReducer, KerasReducerFactory, own_errors, python_called
 from hpctrain.backends.tensorflow.sparse_sums import (
     Gradients,
     rows_read_alone,
@@ -267,7 +267,7 @@ class TrainStepProgram:
             )
         self.packing = {key(one.variables): self._packing(one) for one in updates}
         largest, *others = sorted(self.packing, key=lambda each: -self.packing[each].pieces.layout.gradients)
-        reducers = {each: KerasReducers(gradients.pieces) for each, gradients in self.packing.items()}
+        reducers = {each: KerasReducerFactory(gradients.pieces) for each, gradients in self.packing.items()}
         zeros = self.packing[largest].pieces.zeros()
         first = choice.reducer(reducers[largest], lambda reducer: np.asarray(reducer.sum(zeros)[-1]))
         self.reducers = {largest: first}

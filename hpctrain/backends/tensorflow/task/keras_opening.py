@@ -14,7 +14,7 @@ from hpctrain.backends.keras.keras_meter import KerasMeter
 from hpctrain.backends.keras.keras_model import POLICIES, evaluates_itself, optimizer_features, trains_itself
 from hpctrain.backends.named_state import require_same_model
 from hpctrain.backends.tensorflow.keras_framework import KerasEvaluator, KerasFramework
-from hpctrain.backends.tensorflow.keras_reducer import KerasReducers, broadcast
+from hpctrain.backends.tensorflow.keras_reducer import KerasReducerFactory, broadcast
 from hpctrain.backends.tensorflow.runtime import require_own_gpu
 from hpctrain.backends.tensorflow.sparse_sums import Gradients, sparse_variables
 from hpctrain.backends.tensorflow.state.keras_state import KerasState, Named, Rates
@@ -106,7 +106,7 @@ def assembled(
     rule = rule_of(train)
     leaves = KerasLeaves()
     rates = Rates(task)
-    reducers = KerasReducers(packing.pieces)
+    reducers = KerasReducerFactory(packing.pieces)
     reducer = None if trains_itself(task.model) else context.choice.known(reducers)
     source = KerasState(named, averages, rule.loss_scale, rates, batch_norms, objects, leaves, group, config.seed)
     passes = KerasPasses(task, packing, config.reduce.sparse, train.compile, averages, joint)

@@ -41,8 +41,8 @@ def divided(
 
 
 @dataclass(frozen=True)
-class TorchReducers:
-    """Reducers of one model, which must be on its device already; see reducer_choice.Reducers."""
+class TorchReducerFactory:
+    """Reducers of one model, which must be on its device already; see reducer_choice.ReducerFactory."""
 
     model: Parameters
     """A module, whose parameters count that require gradients; or some parameters, which all count."""
@@ -143,7 +143,7 @@ def measured_reducer(
     Raises:
         UserError: the configured kind cannot be used here, for example Horovod that is not installed.
     """
-    return ReducerChoice(config, world, chosen, announce).reducer(TorchReducers(model, config, sparse), rehearse)
+    return ReducerChoice(config, world, chosen, announce).reducer(TorchReducerFactory(model, config, sparse), rehearse)
 
 
 def common_kind(parameters: Sequence[tuple[str, Parameter]]) -> tuple[torch.dtype, torch.device]:

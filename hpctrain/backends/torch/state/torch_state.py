@@ -15,7 +15,7 @@ from hpctrain.backends.named_state import load_tensors, merged_over, parameter_o
 from hpctrain.backends.torch.state import tensors
 from hpctrain.backends.torch.state.optimizer import OptimizerState
 from hpctrain.backends.torch.steps.own_step import OwnSteps
-from hpctrain.backends.torch.steps.update_step import Parts, UpdateStep
+from hpctrain.backends.torch.steps.update_step import StepParts, UpdateStep
 from hpctrain.backends.torch.strategies.partition import Partition
 from hpctrain.backends.torch.task.task_state import TaskState
 from hpctrain.backends.update import LossScale
@@ -68,7 +68,7 @@ class Averages:
 class TorchState:
     """See train.framework.StateSource."""
 
-    parts: Parts
+    parts: StepParts
     program: UpdateStep | OwnSteps
     optimizer_state: OptimizerState
     averages: Averages
@@ -156,7 +156,7 @@ class TorchState:
 
     def _scales(self) -> list[LossScale]:
         """Loss scales of all optimizers."""
-        return [each.rule.loss_scale for each in self.parts.trained.values() if each.rule.loss_scale is not None]
+        return [each.rule.loss_scale for each in self.parts.optimizer_steps.values() if each.rule.loss_scale is not None]
 
 
 @contextlib.contextmanager

@@ -17,8 +17,8 @@ from torch.nn import Module
 
 from hpctrain.backends.torch.reduce.slots import Number
 from hpctrain.backends.torch.steps.step_context import StepContext
-from hpctrain.backends.torch.steps.update_step import Parts
-from hpctrain.backends.torch.steps.updates import Exchanges, Passes
+from hpctrain.backends.torch.steps.update_step import StepParts
+from hpctrain.backends.torch.steps.updates import GradientAccumulation, ReducerByOptimizer
 from hpctrain.backends.torch.strategies.tp_group import HALVES, mapped
 from hpctrain.backends.update import NotFinite, ranks_at_fault
 from hpctrain.comm.group import Group
@@ -42,9 +42,9 @@ STEPS = "step/done"
 class Live:
     """Carries out a step's calls on all ranks together."""
 
-    parts: Parts
+    parts: StepParts
     """What all steps share."""
-    exchanges: Exchanges
+    reducers: ReducerByOptimizer
     """Reducers of the gradients."""
     clock: StepClock
     """Records where time goes."""
@@ -54,37 +54,37 @@ class Live:
     """Allows optimizers to step."""
     applies: bool
     """Whether parameters are updated; rehearsals leave them unchanged."""
-    passes: dict[str, Passes] = field(default_factory=dict)
+    accumulations: dict[str, GradientAccumulation] = field(default_factory=dict)
     losses: dict[str, list[float]] = field(default_factory=dict)
     norms: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.group = self.parts.world.data
-        self.labels = [END, GATHER, BACK, NORMALISE, *(update_call(name) for name in self.parts.trained)]
+        self.labels = [END, GATHER, BACK, NORMALISE, *(update_call(name) for name in self.parts.optimizer_steps)]
 
     def backward(self, name: str, score: Any, samples: int, retain_graph: bool) -> None:
         self.clock.mark(Phase.FORWARD)
-        trained, reducer = self.parts.trained[name], self.exchanges.of[name]
-        if name not in self.passes:
-            self.passes[name] = Passes(reducer, trained.rule.scale, self.global_samples)
+        optimizer_step = self.parts.optimizer_steps[name]
+        reducer = self.reducers.of[name]
+        if name not in self.accumulations:
+            self.accumulations[name] = GradientAccumulation(reducer, optimizer_step.rule.scale, self.global_samples)
         reducer.begin_pass(is_last=False)  # which pass is the last is known only at the update
-        run = functools.partial(differentiate, trainable(trained.parameters), retain_graph or None)
+        run = functools.partial(differentiate, trainable(optimizer_step.parameters), retain_graph or None)
         with self.parts.compute.autocast(enabled=False):
-            self.passes[name].add(score, samples, run)
+            self.accumulations[name].add(score, samples, run)
         self.clock.mark(Phase.BACKWARD)
 
     def update(self, name: str) -> None:
         self.clock.mark(Phase.BACKWARD)
         self.agree(update_call(name))
-        passes, trained = self.passes.pop(name), self.parts.trained[name]
-        totals, own = passes.exchange()
+        totals, own = self.accumulations.pop(name).exchange()
         self.clock.mark(Phase.EXCHANGE)
         self.losses.setdefault(name, []).append(totals.loss)
         if not self.applies:
             return
         try:
             with self.guard:
-                decision = trained.update(self.exchanges.of[name], totals, self.clock)
+                decision = self.parts.optimizer_steps[name].update(self.reducers.of[name], totals, self.clock)
         except NotFinite as error:
             finite = math.isfinite(own[0])
             what = f"the loss of {name}" if name else "the loss"
@@ -126,14 +126,14 @@ class Live:
 class Dry:
     """Carries out calls on this rank alone: computes gradients and drops them."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: StepParts) -> None:
         self.parts = parts
         self.has_trained = False
 
     def backward(self, name: str, score: Any, samples: int, retain_graph: bool) -> None:
         self.has_trained = True
         total = score[0] if isinstance(score, tuple) else score
-        parameters = trainable(self.parts.trained[name].parameters)
+        parameters = trainable(self.parts.optimizer_steps[name].parameters)
         if not parameters:  # frozen for now
             return
         with self.parts.compute.autocast(enabled=False):
@@ -204,7 +204,7 @@ class OwnSteps:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: StepParts,
         step: Callable[[StepContext, Any], Any],
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
@@ -220,26 +220,26 @@ class OwnSteps:
         if global_samples < parts.world.data.size:
             uses = {Feature.SHORT_BATCH: global_samples, Feature.RANKS: parts.world.data.size}
             raise refusal(uses | {Feature.OWN_STEP: True})
-        exchanges = parts.exchanges.measured(functools.partial(self._rehearse, micro_batches, global_samples))
+        reducers = parts.reducers.measured(functools.partial(self._rehearse, micro_batches, global_samples))
         self.updates += 1
         with parts.batch_norms.update(len(micro_batches)):
-            result = self._call(micro_batches[0], global_samples, exchanges, parts.clock)
+            result = self._call(micro_batches[0], global_samples, reducers, parts.clock)
         self.done += 1
         return result
 
-    def _rehearse(self, micro_batches: Sequence[HostBatch], global_samples: int, exchanges: Exchanges) -> None:
+    def _rehearse(self, micro_batches: Sequence[HostBatch], global_samples: int, reducers: ReducerByOptimizer) -> None:
         with self.parts.batch_norms.update(len(micro_batches)):
-            self._call(copied(micro_batches[0]), global_samples, exchanges, NO_CLOCK, applies=False)
+            self._call(copied(micro_batches[0]), global_samples, reducers, NO_CLOCK, applies=False)
 
     def _call(
-        self, host: HostBatch, global_samples: int, exchanges: Exchanges, clock: StepClock, applies: bool = True
+        self, host: HostBatch, global_samples: int, reducers: ReducerByOptimizer, clock: StepClock, applies: bool = True
     ) -> OwnResult:
         """One step. Collective.
 
         Args:
             host: this rank's part of the global batch.
             global_samples: samples of all ranks together.
-            exchanges: reducers of the gradients.
+            reducers: reducers of the gradients.
             clock: records where time goes.
             applies: whether parameters are updated.
         """
@@ -247,7 +247,7 @@ class OwnSteps:
         clock.mark(Phase.TO_DEVICE)
         group = self.parts.world.data
         rows = part_of(global_samples, group.rank, group.size)
-        live = Live(self.parts, exchanges, clock, global_samples, self.guard, applies)
+        live = Live(self.parts, reducers, clock, global_samples, self.guard, applies)
         context = StepContext(self.parts, live, rows, global_samples, int(self.done), group.size)
         self.parts.batch_norms.begin_micro_batch(0, functools.partial(live.agree, NORMALISE))
         with self.parts.compute.autocast():
@@ -266,7 +266,7 @@ class OwnSteps:
         dry = Dry(self.parts)
         context = StepContext(self.parts, dry, slice(0, samples), samples, int(self.done), ranks=1)
         fix = f"step(ctx, batch) gets a hpctrain.StepContext, and a dict of {shapes(tensors)}"
-        parameters = [parameter for trained in self.parts.trained.values() for parameter in trained.parameters]
+        parameters = [parameter for one in self.parts.optimizer_steps.values() for parameter in one.parameters]
         with self.parts.compute.autocast(), no_other_backward(parameters), blamed("step", fix):
             returned = self.step(context, tensors)
         if not (context._finish(returned) or dry.has_trained or returned is not None):

@@ -9,7 +9,7 @@ import torch
 from torch.nn import Module
 
 from hpctrain.backends.torch.reduce.slots import Number
-from hpctrain.backends.torch.steps.update_step import Parts
+from hpctrain.backends.torch.steps.update_step import StepParts
 from hpctrain.backends.torch.task.checks import require_score
 from hpctrain.backends.torch.task.shares import ONLY
 from hpctrain.config.combinations import refuse
@@ -54,7 +54,7 @@ class StepContext:
     rows: slice
     """This rank's rows in the global batch, in the order of ``gather``."""
 
-    def __init__(self, parts: Parts, acts: Acts, rows: slice, global_samples: int, step: int, ranks: int) -> None:
+    def __init__(self, parts: StepParts, acts: Acts, rows: slice, global_samples: int, step: int, ranks: int) -> None:
         """Created by hpctrain.
 
         Args:
@@ -70,10 +70,10 @@ class StepContext:
         self.step = step
         self.global_samples = global_samples
         self.rows = rows
-        self._trained = parts.trained
+        self._optimizer_steps = parts.optimizer_steps
         self._acts = acts
         self._samples = rows.stop - rows.start
-        accumulate = next(iter(parts.trained.values())).train.accumulate
+        accumulate = next(iter(parts.optimizer_steps.values())).train.accumulate
         self._features = used({Feature.OWN_STEP: True, Feature.ACCUMULATE: accumulate > 1 and accumulate})
         self._parts = min(accumulate, global_samples // ranks)  # the same on all ranks: layers may communicate
         self._part = 0
@@ -209,15 +209,15 @@ class StepContext:
 
     def _optimizer(self, name: str | None, call: str) -> str:
         """The name of the optimizer that a call refers to."""
-        trained = self._trained
-        if name is not None and name in trained:
+        optimizer_steps = self._optimizer_steps
+        if name is not None and name in optimizer_steps:
             return name
-        if name is None and len(trained) == 1:
-            return next(iter(trained))
-        known = ", ".join(map(repr, trained))
+        if name is None and len(optimizer_steps) == 1:
+            return next(iter(optimizer_steps))
+        known = ", ".join(map(repr, optimizer_steps))
         if name is None:
             raise UserError(f"{call}: the task has several optimizers{calling_line()}", f"name one of {known}")
-        only = ONLY in trained
+        only = ONLY in optimizer_steps
         raise UserError(
             f"{call}: the task has {'one optimizer, without a name' if only else 'no optimizer of this name'}"
             f"{calling_line()}",

@@ -15,7 +15,7 @@ from torch.nn import Module
 from hpctrain.backends.joint_statistics import BatchNorms
 from hpctrain.backends.torch.device import Compute
 from hpctrain.backends.torch.performance import trying
-from hpctrain.backends.torch.steps.updates import Exchanges, Passes, Trained
+from hpctrain.backends.torch.steps.updates import GradientAccumulation, OptimizerStep, ReducerByOptimizer
 from hpctrain.backends.torch.strategies.partition import Partition
 from hpctrain.backends.torch.task.checks import try_loss
 from hpctrain.backends.torch.task.shares import ONLY
@@ -31,7 +31,7 @@ from hpctrain.train.framework import HostBatch, copied, samples_of
 from hpctrain.train.state import ArrayTensor
 
 
-class PassRunner(Protocol):
+class ForwardBackward(Protocol):
     """Runs the forward and backward passes of updates on this rank."""
 
     called: Any
@@ -42,11 +42,11 @@ class PassRunner(Protocol):
     def begin(self, micro_batches: Sequence[HostBatch]) -> None:
         """Checks the first update's micro-batches. Collective. Raises UserError if they cannot make up one update."""
 
-    def run(self, passes: Passes, micro_batches: Sequence[HostBatch], clock: StepClock) -> None:
+    def run(self, accumulation: GradientAccumulation, micro_batches: Sequence[HostBatch], clock: StepClock) -> None:
         """Runs all passes of an update. Collective if passes are.
 
         Args:
-            passes: receives the losses.
+            accumulation: takes the loss of each pass, and runs its backward pass.
             micro_batches: this rank's micro-batches.
             clock: records where time goes.
         """
@@ -56,10 +56,10 @@ class PassRunner(Protocol):
 
 
 @dataclass(eq=False)
-class LossPasses:
-    """Passes through a model that is called directly; see PassRunner."""
+class PlainForwardBackward:
+    """Passes through a model that is called directly; see ForwardBackward."""
 
-    parts: Parts
+    parts: StepParts
     loss: Any
     """The task's loss, as it is called in training."""
 
@@ -71,7 +71,7 @@ class LossPasses:
     def begin(self, micro_batches: Sequence[HostBatch]) -> None:
         """Does nothing: ranks see different samples."""
 
-    def run(self, passes: Passes, micro_batches: Sequence[HostBatch], clock: StepClock) -> None:
+    def run(self, accumulation: GradientAccumulation, micro_batches: Sequence[HostBatch], clock: StepClock) -> None:
         task = self.parts.task
         compute = self.parts.compute
         partition = self.parts.partition
@@ -80,14 +80,14 @@ class LossPasses:
             self.parts.batch_norms.begin_micro_batch(number - 1)
             batch = compute.tensors(host)
             clock.mark(Phase.TO_DEVICE)
-            passes.reducer.begin_pass(is_last=False)  # gradients computed inside forward are not sent
+            accumulation.reducer.begin_pass(is_last=False)  # gradients computed inside forward are not sent
             with contextlib.nullcontext() if is_own else self.parts.unchanged():
                 with compute.autocast():
                     score = self.loss(task.forward(self.called, batch), batch)
                 partition.leave()
                 clock.mark(Phase.FORWARD)
-                passes.reducer.begin_pass(is_last=number == len(batches), goes_on=number < everyones)
-                passes.add(score, samples_of(host), is_own=is_own)
+                accumulation.reducer.begin_pass(is_last=number == len(batches), goes_on=number < everyones)
+                accumulation.add(score, samples_of(host), is_own=is_own)
             clock.mark(Phase.BACKWARD)
         if not micro_batches:
             clock.mark(Phase.BACKWARD)  # without micro-batches the rank arrives at once
@@ -110,42 +110,43 @@ class UpdateStep:
 
     Args:
         parts: the common parts of programs.
-        passes: runs the forward and backward passes.
+        forward_backward: runs the forward and backward passes.
     """
 
     counters: Sequence[ArrayTensor] = ()
     """What the program counts across resumes."""
 
-    def __init__(self, parts: Parts, passes: PassRunner) -> None:
-        self.parts, self.passes = parts, passes
+    def __init__(self, parts: StepParts, forward_backward: ForwardBackward) -> None:
+        self.parts = parts
+        self.forward_backward = forward_backward
         self.updates = 0
         """Updates since the task was built."""
 
     def run(self, micro_batches: Sequence[HostBatch], global_samples: int) -> UpdateResult:
         parts = self.parts
         clock = self.parts.clock
-        trained = self.parts.trained[ONLY]
+        optimizer_step = parts.optimizer_steps[ONLY]
         parts.modes.train()
         if not self.updates:
-            self.passes.begin(micro_batches)
+            self.forward_backward.begin(micro_batches)
         rehearse = functools.partial(self._rehearse, micro_batches, global_samples)
-        reducer = (parts.exchanges.used or parts.exchanges.measured(rehearse)).of[ONLY]
+        reducer = (parts.reducers.used or parts.reducers.measured(rehearse)).of[ONLY]
         self.updates += 1
-        reducer.let_arrive_early(self.updates > 1 and trained.by_parts and not self.passes.meets)
-        passes = Passes(reducer, trained.rule.scale, global_samples)
+        reducer.let_arrive_early(self.updates > 1 and optimizer_step.by_parts and not self.forward_backward.meets)
+        accumulation = GradientAccumulation(reducer, optimizer_step.rule.scale, global_samples)
         with parts.batch_norms.update(len(micro_batches)):
-            self.passes.run(passes, micro_batches, clock)
-            weighted = passes.weighted or not micro_batches  # then this rank cannot know
-            step = functools.partial(trained.step_ahead, reducer, clock, weighted)
-            has_stepped = trained.can_step_ahead and not self.passes.meets and reducer.before_reading(step)
-            totals, loss = passes.exchange()
+            self.forward_backward.run(accumulation, micro_batches, clock)
+            weighted = accumulation.weighted or not micro_batches  # then this rank cannot know
+            step = functools.partial(optimizer_step.step_ahead, reducer, clock, weighted)
+            has_stepped = optimizer_step.can_step_ahead and not self.forward_backward.meets and reducer.before_reading(step)
+            totals, loss = accumulation.exchange()
         clock.mark(Phase.EXCHANGE)
         if parts.compute.device.type == "cpu":  # GPU kernels may add in any order
             parts.partition.require_same_loss(loss, self.updates)
         if self.updates == 1:
             parts.partition.require_whole_gradients(reducer.summed(), parts.world.everyone)
         try:
-            decision = trained.update(reducer, totals, clock, has_stepped)
+            decision = optimizer_step.update(reducer, totals, clock, has_stepped)
         except NotFinite as error:
             raise ranks_at_fault(error, parts.world.data, math.isfinite(loss[0])) from None
         clock.mark(Phase.OPTIMIZER)
@@ -156,9 +157,9 @@ class UpdateStep:
         compute = self.parts.compute
 
         def call() -> Any:
-            return self.passes.dry_call(compute.tensors(copied(batch)))
+            return self.forward_backward.dry_call(compute.tensors(copied(batch)))
 
-        samples, meets = samples_of(batch), self.passes.meets
+        samples, meets = samples_of(batch), self.forward_backward.meets
         loss, flops = trying(call, self.parts.model, samples, compute.low_precision, meets)
         if loss is not None:  # stages hide the model from the loss
             self.parts.partition.try_loss(loss)
@@ -167,12 +168,12 @@ class UpdateStep:
     def close(self) -> None:
         """Nothing to release."""
 
-    def _rehearse(self, micro_batches: Sequence[HostBatch], global_samples: int, exchanges: Exchanges) -> None:
+    def _rehearse(self, micro_batches: Sequence[HostBatch], global_samples: int, reducers: ReducerByOptimizer) -> None:
         copies = list(map(copied, micro_batches))  # a task may change its inputs in place
-        passes = Passes(exchanges.of[ONLY], self.parts.trained[ONLY].rule.scale, global_samples)
+        accumulation = GradientAccumulation(reducers.of[ONLY], self.parts.optimizer_steps[ONLY].rule.scale, global_samples)
         with self.parts.batch_norms.update(len(copies)):
-            self.passes.run(passes, copies, NO_CLOCK)
-            passes.exchange()
+            self.forward_backward.run(accumulation, copies, NO_CLOCK)
+            accumulation.exchange()
 
 
 @dataclass
@@ -206,7 +207,7 @@ class Modes:
 
 
 @dataclass(frozen=True)
-class Parts:
+class StepParts:
     """What step programs and evaluations share."""
 
     task: TorchTask
@@ -221,9 +222,9 @@ class Parts:
     partition: Partition
     """Which part of the model this rank has."""
     batch_norms: BatchNorms
-    trained: Mapping[str, Trained]
-    """What is trained, by optimizer."""
-    exchanges: ChosenReducer[Exchanges]
-    """Reducers of the gradients."""
+    optimizer_steps: Mapping[str, OptimizerStep]
+    """By optimizer."""
+    reducers: ChosenReducer[ReducerByOptimizer]
+    """Sum the gradients over ranks."""
     unchanged: Callable[[], contextlib.AbstractContextManager[None]]
     """A context that undoes what passes change."""

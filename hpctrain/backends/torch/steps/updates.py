@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from hpctrain.backends.torch.reduce.reducer import Reducer, SummedGradients
 from hpctrain.backends.torch.reduce.slots import Number
-from hpctrain.backends.torch.reduce.torch_reducers import TorchReducers
+from hpctrain.backends.torch.reduce.torch_reducers import TorchReducerFactory
 from hpctrain.backends.torch.strategies.tp_group import HALVES
 from hpctrain.backends.torch.task.checks import SCALAR, has_hooks
 from hpctrain.backends.update import Decision, NotFinite, UpdateRule, decided
@@ -44,7 +44,7 @@ SEPARATE = (
 """Optimizers that update each parameter separately, and skip those without gradients."""
 
 
-class Passes:
+class GradientAccumulation:
     """The backward passes of one update on this rank.
 
     Args:
@@ -129,7 +129,7 @@ def differentiated() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Trained:
+class OptimizerStep:
     """An optimizer and the parameters it updates."""
 
     name: str
@@ -241,7 +241,7 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class Exchanges:
+class ReducerByOptimizer:
     """A reducer for each optimizer, all of one kind."""
 
     of: Mapping[str, Reducer]
@@ -258,8 +258,8 @@ class Exchanges:
 
 
 @dataclass(frozen=True)
-class OnlyReducer:
-    """A reducer without alternatives; see reducer_choice.Reducers."""
+class FixedReducerFactory:
+    """A reducer without alternatives; see reducer_choice.ReducerFactory."""
 
     candidate: Candidate
     make: Callable[[Candidate, Group], Reducer]
@@ -273,20 +273,20 @@ class OnlyReducer:
         return self.make(candidate, group)
 
 
-ReducerSource: TypeAlias = TorchReducers | OnlyReducer
+AnyReducerFactory: TypeAlias = TorchReducerFactory | FixedReducerFactory
 
 
 @dataclass(frozen=True)
-class ExchangesToChoose:
-    """Reducers of several optimizers, chosen together; see reducer_choice.Reducers."""
+class ReducerFactoryByOptimizer:
+    """Reducers of several optimizers, chosen together; see reducer_choice.ReducerFactory."""
 
-    of: Mapping[str, ReducerSource]
+    of: Mapping[str, AnyReducerFactory]
 
     def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
         return next(iter(self.of.values())).possible(config, world)
 
-    def open(self, candidate: Candidate, group: Group) -> Exchanges:
-        return Exchanges({name: reducers.open(candidate, group) for name, reducers in self.of.items()})
+    def open(self, candidate: Candidate, group: Group) -> ReducerByOptimizer:
+        return ReducerByOptimizer({name: reducers.open(candidate, group) for name, reducers in self.of.items()})
 
 
 def copied_ahead(number: Number) -> Number:

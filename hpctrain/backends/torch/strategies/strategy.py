@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 from hpctrain.backends.named_state import plain_name
 from hpctrain.backends.torch.device import Compute
 from hpctrain.backends.torch.reduce.reducer import SummedGradients
-from hpctrain.backends.torch.reduce.torch_reducers import TorchReducers
+from hpctrain.backends.torch.reduce.torch_reducers import TorchReducerFactory
 from hpctrain.backends.torch.state.optimizer import OptimizerPart, Slots
-from hpctrain.backends.torch.steps.update_step import Parts, PassRunner
-from hpctrain.backends.torch.steps.updates import ReducerSource
+from hpctrain.backends.torch.steps.update_step import StepParts, ForwardBackward
+from hpctrain.backends.torch.steps.updates import AnyReducerFactory
 from hpctrain.backends.torch.strategies.exchange import Exchange, exchange_for, over_torch
 from hpctrain.backends.torch.strategies.parameter_traits import ParameterTraits, plain, traits_of
 from hpctrain.backends.torch.strategies.partition import Partition, uncut
@@ -116,7 +116,7 @@ class Updates:
     """Names of parameters and of rows of them, by id."""
     slots: Slots
     """Where this rank's optimizer state is in that of whole parameters."""
-    reducers: Mapping[str, ReducerSource]
+    reducers: Mapping[str, AnyReducerFactory]
     """Reducers by optimizer."""
 
 
@@ -135,14 +135,14 @@ class Prepared:
     """Set by exactly one strategy."""
     root: Module | None = None
     """The module with all layers that passes call, if it is not the model."""
-    passes: Callable[[Parts], PassRunner] | None = None
+    forward_backward: Callable[[StepParts], ForwardBackward] | None = None
     """Makes what runs passes, replacing the model in them; None if the model itself is called."""
     num_layers: int = 0
     """See train.framework.Facts."""
     total_norm: Callable[[Partition, SummedGradients], float] = Partition.norm
     """L2 norm of the gradients of the whole model, on all ranks, of which each has a part. Collective."""
     complete: Callable[[SummedGradients], object] = id
-    """Completes the gradients that ranks have summed, before they are scaled. Collective; ``passes`` must meet."""
+    """Completes the gradients that ranks have summed, before they are scaled. Collective; passes must be collective, too."""
     placed: Callable[[Iterable[StateTensor]], list[StateTensor]] = list
     """Selects the state that this rank saves, and sets its place in the whole."""
     compile_model: Callable[[Any], Any] = identity
@@ -182,7 +182,7 @@ def replicate(opening: Opening, prepared: Prepared) -> Prepared:
     slices = partition.slices
     slots = Slots({place: slices[name] for place, name in names.items() if name in slices})
     norm = needs_norm(opening, partition)
-    reducers = {name: TorchReducers(share, config, share.those_of(sparse), norm) for name, share in shares.items()}
+    reducers = {name: TorchReducerFactory(share, config, share.those_of(sparse), norm) for name, share in shares.items()}
     return dataclasses.replace(prepared, updates=Updates(shares, names, slots, reducers))
 
 

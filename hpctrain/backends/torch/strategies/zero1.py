@@ -28,7 +28,7 @@ from hpctrain.backends.torch.reduce.sharded_exchange import open_sharded_exchang
 from hpctrain.backends.torch.reduce.slots import Number
 from hpctrain.backends.torch.reduce.torch_reducers import bucket_sizes, common_kind
 from hpctrain.backends.torch.state.optimizer import Slots
-from hpctrain.backends.torch.steps.updates import OnlyReducer
+from hpctrain.backends.torch.steps.updates import FixedReducerFactory
 from hpctrain.backends.torch.strategies.estimated import Estimated
 from hpctrain.backends.torch.strategies.memory_estimate import MemoryEstimate
 from hpctrain.backends.torch.strategies.parameter_traits import (
@@ -268,7 +268,7 @@ def shard_rows(opening: Opening, traits: ParameterTraits, prepared: Prepared) ->
     device = opening.compute.device
     kind = word_of(device) if by_group(config.kind, world, device) else "mpi"
     reducers = {
-        name: OnlyReducer(Candidate(kind, "sharded"), functools.partial(open_sharded, own, config, norm))
+        name: FixedReducerFactory(Candidate(kind, "sharded"), functools.partial(open_sharded, own, config, norm))
         for name, own in of.items()
     }
     updates = Updates(shares, {**names, **own_names}, Slots(slices), reducers)

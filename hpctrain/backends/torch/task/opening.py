@@ -27,8 +27,8 @@ from hpctrain.backends.torch.state.optimizer import OptimizerPart, OptimizerStat
 from hpctrain.backends.torch.state.tensors import layout_of, module_tensors, other_names, shared_buffers
 from hpctrain.backends.torch.state.torch_state import Averages, TorchState, passes_leave
 from hpctrain.backends.torch.steps.own_step import OwnSteps, own_models
-from hpctrain.backends.torch.steps.update_step import LossPasses, Modes, Parts, UpdateStep
-from hpctrain.backends.torch.steps.updates import ExchangesToChoose, Trained
+from hpctrain.backends.torch.steps.update_step import PlainForwardBackward, Modes, StepParts, UpdateStep
+from hpctrain.backends.torch.steps.updates import ReducerFactoryByOptimizer, OptimizerStep
 from hpctrain.backends.torch.strategies.listed import STRATEGIES
 from hpctrain.backends.torch.strategies.parameter_traits import unsuited
 from hpctrain.backends.torch.strategies.pipeline.pipelined import pipeline_features
@@ -228,14 +228,14 @@ def assembled(
     unchanged = functools.partial(
         passes_leave, model, opening.task_state, objects, compute.device, with_parameters=changes
     )
-    reducers = ExchangesToChoose(updates.reducers)
-    exchanges = ChosenReducer(reducers, choice, unchanged, choice.known(reducers))
+    factory = ReducerFactoryByOptimizer(updates.reducers)
+    reducers = ChosenReducer(factory, choice, unchanged, choice.known(factory))
     joins = opening.joins and world.data.size > 1
     batch_norms = SyncBatchNorm(model, world.data, opening.clock, compute.device) if joins else BatchNorms()
     averages = Averages(partition, model, updates.names, train.ema_decay)
     models = own_models(task.model, prepared.compile_model)
-    trained = {
-        name: Trained(
+    optimizer_steps = {
+        name: OptimizerStep(
             name=name,
             optimizer=task.optimizer[name] if name else task.optimizer,
             parameters=[parameter for _, parameter in share.pairs],
@@ -249,16 +249,20 @@ def assembled(
         for name, share in updates.shares.items()
     }
     modes = Modes(model)
-    parts = Parts(
-        task, model, models, world, compute, opening.clock, modes, partition, batch_norms, trained, exchanges, unchanged
+    parts = StepParts(
+        task, model, models, world, compute, opening.clock, modes, partition, batch_norms, optimizer_steps, reducers, unchanged
     )
-    passes = prepared.passes(parts) if prepared.passes else LossPasses(parts, prepared.compile_loss(task.loss))
-    program: UpdateStep | OwnSteps = UpdateStep(parts, passes)
+    forward_backward = (
+        prepared.forward_backward(parts)
+        if prepared.forward_backward
+        else PlainForwardBackward(parts, prepared.compile_loss(task.loss))
+    )
+    program: UpdateStep | OwnSteps = UpdateStep(parts, forward_backward)
     if task.step is not None:
         program = OwnSteps(parts, task.step, [part.optimizer for part in optimizer_state.every])
     adapt = functools.partial(TorchMetricMeter, device=compute.device)
     meters = task.own_meters or meters_of(task.metrics, TorchMetric, "torchmetrics", adapt)
-    evaluator = TorchEvaluator(parts, passes, averages, meters)
+    evaluator = TorchEvaluator(parts, forward_backward, averages, meters)
     source = TorchState(
         parts=parts,
         program=program,

@@ -19,11 +19,11 @@ from hpctrain.backends.torch.device import Compute
 from hpctrain.backends.torch.reduce.reducer import NoReducer
 from hpctrain.backends.torch.state.tensors import TorchTensor
 from hpctrain.backends.torch.steps.update_step import Modes, Parts
-from hpctrain.backends.torch.steps.updates import Passes
+from hpctrain.backends.torch.steps.updates import GradientAccumulation
 from hpctrain.backends.torch.strategies.exchange import HostExchange
 from hpctrain.backends.torch.strategies.partition import uncut
 from hpctrain.backends.torch.strategies.pipeline.pipeline_strategy import stages_of
-from hpctrain.backends.torch.strategies.pipeline.pipelined import Pipelined
+from hpctrain.backends.torch.strategies.pipeline.pipelined import PipelineForwardBackward
 from hpctrain.backends.torch.strategies.pipeline.stage import Coming, Stage
 from hpctrain.backends.torch.strategies.pipeline.stage_state import StageState
 from hpctrain.backends.torch.strategies.pipeline.stages import StageModel, layers_of, staged
@@ -68,10 +68,10 @@ def of_forward(forward: Callable[[Any, Any], Any]) -> float:
     model = nn.Sequential(nn.Linear(1, 1, bias=False))
     task = TorchTask(model, lambda outputs, batch: outputs.sum(), forward=forward)
     stage = Stage(Group("pipeline"), CPU)
-    pipelined = Pipelined(StageModel(model, [layers_of(model, None)]), stage, parts_of(task, model))
-    passes = Passes(NoReducer(list(model.named_parameters())), 1.0, 1)
+    pipelined = PipelineForwardBackward(StageModel(model, [layers_of(model, None)]), stage, parts_of(task, model))
+    accumulation = GradientAccumulation(NoReducer(list(model.named_parameters())), 1.0, 1)
     host = {"x": np.ones((1, 1), np.float32)}
-    pipelined.run(passes, [host], NO_CLOCK)
+    pipelined.run(accumulation, [host], NO_CLOCK)
     gradient = model[0].weight.grad
     assert isinstance(gradient, Tensor)
     return gradient.item()
@@ -138,11 +138,11 @@ def gradients(ranks: int, micro_batches: int, chunks: int = 1) -> list[Tensor]:
         exchange: Any = Strict(messages) if ranks > 1 else None
         stages = staged(model, layers_of(model, None), ranks, chunks)
         stage = Stage(messages, CPU, exchange=exchange, chunks=chunks)
-        pipelined = Pipelined(StageModel(model, stages.of(group.rank)), stage, parts_of(task, model))
-        passes = Passes(NoReducer(list(model.named_parameters())), 1.0, 1)
+        pipelined = PipelineForwardBackward(StageModel(model, stages.of(group.rank)), stage, parts_of(task, model))
+        accumulation = GradientAccumulation(NoReducer(list(model.named_parameters())), 1.0, 1)
         sizes = [number % 3 + 1 for number in range(micro_batches)]
         hosts = [{"x": np.full((size, 2), 0.1 * size)} for size in sizes]
-        pipelined.run(passes, hosts, NO_CLOCK)
+        pipelined.run(accumulation, hosts, NO_CLOCK)
         return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
 
     found: dict[str, Tensor] = {}

@@ -115,7 +115,7 @@ def test_state_of_sparse_adam_is_resumed():
 
 
 def scale_of(framework: Any) -> float:
-    (trained,) = framework.parts.trained.values()
+    (trained,) = framework.parts.optimizer_steps.values()
     return float(trained.rule.scale)
 
 

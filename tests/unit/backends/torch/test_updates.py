@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hpctrain.backends.torch.reduce.reducer import NoReducer
 from hpctrain.backends.torch.reduce.slots import norm_of
-from hpctrain.backends.torch.steps.updates import SEPARATE, Passes, Trained
+from hpctrain.backends.torch.steps.updates import SEPARATE, GradientAccumulation, OptimizerStep
 from hpctrain.backends.torch.strategies.partition import squares_of, uncut
 from hpctrain.backends.update import UpdateRule
 from hpctrain.comm.group import Group
@@ -77,7 +77,7 @@ def test_what_watches_an_optimizer_sees_whole_gradients_and_changes_no_message(h
         def watch(*given, model=model, whole=whole):
             whole.append(all(parameter.grad is not None for parameter in model.parameters()))
 
-        trained = Trained("", optimizer, [], [], TrainConfig(steps=1), UpdateRule(None, None), uncut().norm)
+        optimizer_step = OptimizerStep("", optimizer, [], [], TrainConfig(steps=1), UpdateRule(None, None), uncut().norm)
         reducer, recorder = make(model, 64)
         arrivals: list[float] = []
         reducer.arrive = arrivals.append
@@ -85,10 +85,10 @@ def test_what_watches_an_optimizer_sees_whole_gradients_and_changes_no_message(h
             optimizer.step = lambda step=optimizer.step: (watch(), step())  # type: ignore[assignment,misc]
         elif watched:
             getattr(optimizer, f"register_step_{hook}_hook")(watch)
-        reducer.let_arrive_early(trained.by_parts)
-        passes = Passes(reducer, 1.0, 5)
-        passes.add(loss(model), 5)
-        trained.update(reducer, passes.exchange()[0], NO_CLOCK)
+        reducer.let_arrive_early(optimizer_step.by_parts)
+        accumulation = GradientAccumulation(reducer, 1.0, 5)
+        accumulation.add(loss(model), 5)
+        optimizer_step.update(reducer, accumulation.exchange()[0], NO_CLOCK)
         assert whole == [True] * watched
         found.append((recorder.sent, arrivals, torch.cat([one.detach().flatten() for one in model.parameters()])))
     assert found[0][:2] == found[1][:2] and torch.equal(found[0][2], found[1][2])
@@ -117,9 +117,9 @@ def overwritten(hidden: Tensor) -> Tensor:
 )
 def test_a_loss_without_a_gradient_is_told_in_a_sentence(loss, kind, what, fix):  # type: ignore[no-untyped-def]
     model = nn.Linear(2, 2)
-    passes = Passes(NoReducer(list(model.named_parameters())), 1.0, 3)
+    accumulation = GradientAccumulation(NoReducer(list(model.named_parameters())), 1.0, 3)
     with pytest.raises(kind, match=f"(?s)the backward pass fails: .*{what}.*fix: .*{fix}") as caught:
-        passes.add(loss(model(torch.ones(3, 2))), 3)
+        accumulation.add(loss(model(torch.ones(3, 2))), 3)
     assert "\n" not in caught.value.what
 
 
@@ -128,9 +128,9 @@ def test_what_is_no_error_of_autograd_passes_through():
         raise torch.OutOfMemoryError("no memory")
 
     model = nn.Linear(2, 2)
-    passes = Passes(NoReducer(list(model.named_parameters())), 1.0, 3)
+    accumulation = GradientAccumulation(NoReducer(list(model.named_parameters())), 1.0, 3)
     with pytest.raises(torch.OutOfMemoryError):
-        passes.add(model(torch.ones(3, 2)).sum(), 3, lost)
+        accumulation.add(model(torch.ones(3, 2)).sum(), 3, lost)
 
 
 def test_frozen_layers_stay_as_they_are_and_train_again_later():
@@ -183,19 +183,19 @@ def test_a_step_launched_before_the_loss_is_read_gives_the_same_bits(  # type: i
 ):
     """Also if gradients overflow in 16 bits, which skips the first updates."""
     states, launched = [], list[bool]()
-    plain = Trained.step_ahead
+    plain = OptimizerStep.step_ahead
 
     def step_ahead(self, *given):
         launched.append(True)
         plain(self, *given)
         assert not hasattr(self.optimizer, "found_inf")
 
-    monkeypatch.setattr(Trained, "step_ahead", step_ahead)
+    monkeypatch.setattr(OptimizerStep, "step_ahead", step_ahead)
     for ahead in (False, True):
         framework = make_framework(alone(), loss=loss, optimizer=optimizer, **options)
-        framework.parts.trained[""] = replace(framework.parts.trained[""], on_device=ahead)  # type: ignore[index]
+        framework.parts.optimizer_steps[""] = replace(framework.parts.optimizer_steps[""], on_device=ahead)  # type: ignore[index]
         if "precision" in options:
-            framework.parts.trained[""].rule.loss_scale.state[0] = 2.0**30
+            framework.parts.optimizer_steps[""].rule.loss_scale.state[0] = 2.0**30
         losses = train(framework, 24)
         states.append([np.array(losses), *(np.array(value_of(one)) for one in framework.state())])
         framework.close()
@@ -207,7 +207,7 @@ def test_a_step_launched_before_the_loss_is_read_gives_the_same_bits(  # type: i
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_a_step_launched_before_the_loss_is_read_is_skipped_if_that_is_not_finite(clip):
     framework = make_framework(alone(), optimizer=fused_adamw, clip_norm=clip)
-    framework.parts.trained[""] = replace(framework.parts.trained[""], on_device=True)  # type: ignore[index]
+    framework.parts.optimizer_steps[""] = replace(framework.parts.optimizer_steps[""], on_device=True)  # type: ignore[index]
     train(framework, 2)
     weights = framework.flat_weights(Group("alone"), None).weights
     before = weights()
@@ -241,7 +241,7 @@ def test_norms_of_16_bits_have_the_digits_of_32():
 def test_the_counter_of_a_scheduler_does_not_watch_steps():
     framework = make_framework(alone())
     torch.optim.lr_scheduler.StepLR(framework.optimizer, 1)
-    trained = framework.parts.trained[""]
-    assert not trained._is_watched
+    optimizer_step = framework.parts.optimizer_steps[""]
+    assert not optimizer_step._is_watched
     framework.optimizer.step = lambda *_: None
-    assert trained._is_watched
+    assert optimizer_step._is_watched

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hpctrain.backends.torch.process_groups import DefaultGroup
 from hpctrain.backends.torch.state.optimizer import OptimizerPart, Slots
-from hpctrain.backends.torch.steps.updates import OnlyReducer
+from hpctrain.backends.torch.steps.updates import FixedReducerFactory
 from hpctrain.backends.torch.strategies.fsdp.fsdp_reducer import FullyShardedReducer
 from hpctrain.backends.torch.strategies.fsdp.sharded_model import Held, shard_groups, shard_model
 from hpctrain.backends.torch.strategies.parameter_traits import OwnRows, ParameterTraits, plain, shard_optimizers
@@ -79,7 +79,7 @@ def shard(opening: Opening, traits: ParameterTraits, prepared: Prepared) -> Prep
         {ONLY: Share([(one.name, one.own) for one in every if one.own.requires_grad])},
         {**names, **{id(one.own): one.name for one in every}},
         Slots({id(one.own): one.rows for one in every if one.rows}),
-        {ONLY: OnlyReducer(Candidate(group.word, "sharded"), lambda one, _: reducer(one.name))},
+        {ONLY: FixedReducerFactory(Candidate(group.word, "sharded"), lambda one, _: reducer(one.name))},
     )
     return dataclasses.replace(prepared, partition=partition, updates=updates)
 

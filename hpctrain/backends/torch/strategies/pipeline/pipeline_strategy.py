@@ -17,7 +17,7 @@ from hpctrain.backends.torch.strategies.memory_estimate import MemoryEstimate, o
 from hpctrain.backends.torch.strategies.partition import Partition
 from hpctrain.backends.torch.strategies.pipeline.layer_parts import held_by
 from hpctrain.backends.torch.strategies.pipeline.layer_times import Whole
-from hpctrain.backends.torch.strategies.pipeline.pipelined import Pipelined
+from hpctrain.backends.torch.strategies.pipeline.pipelined import PipelineForwardBackward
 from hpctrain.backends.torch.strategies.pipeline.stage import Stage
 from hpctrain.backends.torch.strategies.pipeline.stage_schedule import most_held
 from hpctrain.backends.torch.strategies.pipeline.stage_state import StageState
@@ -117,7 +117,7 @@ def divide(opening: Opening, stages: Stages, prepared: Prepared) -> Prepared:
     return dataclasses.replace(
         prepared,
         root=root,
-        passes=functools.partial(Pipelined, root, stage, shares=stages.shares(world.pipeline.rank)),
+        forward_backward=functools.partial(PipelineForwardBackward, root, stage, shares=stages.shares(world.pipeline.rank)),
         num_layers=sum(map(len, own)),
         total_norm=total_norm,
         complete=tied.add,

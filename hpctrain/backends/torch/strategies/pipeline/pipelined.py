@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from hpctrain.backends.torch.steps.update_step import Parts
-from hpctrain.backends.torch.steps.updates import Passes
+from hpctrain.backends.torch.steps.update_step import StepParts
+from hpctrain.backends.torch.steps.updates import GradientAccumulation
 from hpctrain.backends.torch.strategies.pipeline.stage import OUTPUT, Coming, Received, Stage
 from hpctrain.backends.torch.strategies.pipeline.stage_schedule import Act, acts
 from hpctrain.backends.torch.strategies.pipeline.stages import StageModel, is_chain
@@ -47,7 +47,7 @@ class MicroBatch:
     """Index of the stage among those of this rank."""
     samples: int = 0
     is_own: bool = True
-    """False for another rank's batch; see Passes.add."""
+    """False for another rank's batch; see GradientAccumulation.add."""
     is_lent: bool = False
     """Whether a rank computes with another's batch in this pass."""
     coming: Coming | None = None
@@ -88,10 +88,10 @@ class MicroBatch:
         """Keeps the loss for the backward pass."""
         self.score = score
 
-    def backward(self, passes: Passes) -> None:
+    def backward(self, accumulation: GradientAccumulation) -> None:
         """Computes gradients, from the loss or from those that it receives."""
         if self.is_last:
-            passes.add(self.score, self.samples, is_own=self.is_own)
+            accumulation.add(self.score, self.samples, is_own=self.is_own)
         elif self.sent and self.coming:
             torch.autograd.backward(list(self.sent), self.coming.wait())
         self.score = None
@@ -109,14 +109,14 @@ class MicroBatch:
 
 
 @dataclass(eq=False)
-class Pipelined:
-    """Acts as the whole model on one of its stages; see PassRunner."""
+class PipelineForwardBackward:
+    """Acts as the whole model on one of its stages; see ForwardBackward."""
 
     layers: StageModel
     """Calls the layers of a stage of this rank."""
     stage: Stage
     """Sends to and receives from other stages."""
-    parts: Parts
+    parts: StepParts
     shares: bool = False
     """Whether several stages of this rank share a parameter."""
     micro_batch: MicroBatch | None = None
@@ -169,8 +169,8 @@ class Pipelined:
                 "make transforms depend on the sample and its rng only, and streams on world.data",
             )
 
-    def run(self, passes: Passes, micro_batches: Sequence[HostBatch], clock: StepClock) -> None:
-        """See PassRunner. All stages get the same micro-batches and loss; waiting for other stages is exchange time."""
+    def run(self, accumulation: GradientAccumulation, micro_batches: Sequence[HostBatch], clock: StepClock) -> None:
+        """See ForwardBackward. All stages get the same micro-batches and loss; waiting for other stages is exchange time."""
         stage = self.stage
         batches, everyones = even_passes(micro_batches, self.parts.partition.sync_group)
         under_way = {
@@ -194,12 +194,12 @@ class Pipelined:
                         self._forward(batch, one)
                 else:
                     is_last = each.micro_batch == len(batches) - 1 and (each.chunk == 0 or not self.shares)
-                    passes.reducer.begin_pass(is_last)
+                    accumulation.reducer.begin_pass(is_last)
                     self.parts.partition.leave_out(self.idle[each.chunk])
                     with self._undone(one):
-                        one.backward(passes)
+                        one.backward(accumulation)
         stage.settle()
-        passes.take(stage.share_loss(passes.as_array()))
+        accumulation.take(stage.share_loss(accumulation.as_array()))
 
     @contextlib.contextmanager
     def _undone(self, under_way: MicroBatch) -> Iterator[None]:
