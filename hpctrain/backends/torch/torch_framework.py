@@ -18,8 +18,8 @@ from hpctrain.backends.torch.reduce.allreduce import HOST_S_PER_BYTE
 from hpctrain.backends.torch.reduce.gradients import as_real
 from hpctrain.backends.torch.state.torch_state import Averages, TorchState
 from hpctrain.backends.torch.steps.own_step import OwnSteps
-from hpctrain.backends.torch.steps.update_step import StepParts, ForwardBackward, UpdateStep
-from hpctrain.backends.torch.strategies.strategy import Prepared
+from hpctrain.backends.torch.steps.update_step import ForwardBackward, StepParts, UpdateStep
+from hpctrain.backends.torch.strategies.strategy import PreparedModel
 from hpctrain.backends.torch.task.checks import TORCH, judges, try_metrics
 from hpctrain.backends.torch.torch_metrics import to_host
 from hpctrain.comm.group import Group
@@ -52,7 +52,7 @@ class TorchFramework(FrameworkOfParts):
         program: UpdateStep | OwnSteps,
         evaluator: TorchEvaluator,
         source: TorchState,
-        prepared: Prepared,
+        prepared: PreparedModel,
         advice: Sequence[str],
     ) -> None:
         self.advice = advice

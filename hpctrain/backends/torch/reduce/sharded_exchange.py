@@ -116,7 +116,7 @@ class MpiSharded:
         self.comm.Free()
 
     def _messages(self) -> Iterator[tuple[NDArray[Any], list[int]]]:
-        """StepParts that MPI can count, in order, with the number of each rank's elements."""
+        """Parts that MPI can count, in order, with the number of each rank's elements."""
         for begin in range(0, len(self.values), LARGEST_MESSAGE):
             values = self.values[begin : begin + LARGEST_MESSAGE]
             end = begin + len(values)

@@ -76,7 +76,7 @@ class TorchState:
     tilings: Mapping[str, Tiling]
     """How parameters are cut for any number of ranks, by name."""
     placed: Callable[[Iterable[StateTensor]], list[StateTensor]]
-    """See strategies.strategy.Prepared."""
+    """See strategies.strategy.PreparedModel."""
     other_names: Mapping[str, str]
     meta_init: frozenset[str]
     seed: int
@@ -156,7 +156,8 @@ class TorchState:
 
     def _scales(self) -> list[LossScale]:
         """Loss scales of all optimizers."""
-        return [each.rule.loss_scale for each in self.parts.optimizer_steps.values() if each.rule.loss_scale is not None]
+        rules = [each.rule for each in self.parts.optimizer_steps.values()]
+        return [rule.loss_scale for rule in rules if rule.loss_scale is not None]
 
 
 @contextlib.contextmanager

@@ -138,7 +138,9 @@ class UpdateStep:
             self.forward_backward.run(accumulation, micro_batches, clock)
             weighted = accumulation.weighted or not micro_batches  # then this rank cannot know
             step = functools.partial(optimizer_step.step_ahead, reducer, clock, weighted)
-            has_stepped = optimizer_step.can_step_ahead and not self.forward_backward.meets and reducer.before_reading(step)
+            has_stepped = (
+                optimizer_step.can_step_ahead and not self.forward_backward.meets and reducer.before_reading(step)
+            )
             totals, loss = accumulation.exchange()
         clock.mark(Phase.EXCHANGE)
         if parts.compute.device.type == "cpu":  # GPU kernels may add in any order
@@ -170,7 +172,9 @@ class UpdateStep:
 
     def _rehearse(self, micro_batches: Sequence[HostBatch], global_samples: int, reducers: ReducerByOptimizer) -> None:
         copies = list(map(copied, micro_batches))  # a task may change its inputs in place
-        accumulation = GradientAccumulation(reducers.of[ONLY], self.parts.optimizer_steps[ONLY].rule.scale, global_samples)
+        accumulation = GradientAccumulation(
+            reducers.of[ONLY], self.parts.optimizer_steps[ONLY].rule.scale, global_samples
+        )
         with self.parts.batch_norms.update(len(copies)):
             self.forward_backward.run(accumulation, copies, NO_CLOCK)
             accumulation.exchange()

@@ -145,7 +145,7 @@ class OptimizerStep:
     total_norm: Callable[[SummedGradients], float]
     """L2 norm of the gradients of the whole model, on all ranks. Collective."""
     complete: Callable[[SummedGradients], object] = id
-    """See strategies.strategy.Prepared."""
+    """See strategies.strategy.PreparedModel."""
     on_device: bool = False
     """Whether parameters are on a device that the host would wait for."""
 

@@ -7,17 +7,17 @@ import functools
 import torch
 from torch.nn import Module, Parameter
 
-from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy
+from hpctrain.backends.torch.strategies.strategy import PreparedModel, Strategy, StrategyContext
 
 
-def planned(opening: Opening) -> Strategy | None:
+def planned(context: StrategyContext) -> Strategy | None:
     """The strategy that allocates parameters on the meta device, unless they are sharded by rows first."""
-    return None if opening.gathers or not opening.compute.allocates else functools.partial(materialize, opening)
+    return None if context.gathers or not context.compute.allocates else functools.partial(materialize, context)
 
 
-def materialize(opening: Opening, prepared: Prepared) -> Prepared:
+def materialize(context: StrategyContext, prepared: PreparedModel) -> PreparedModel:
     """Allocates parameters on the meta device after other strategies have partitioned them."""
-    give_memory(opening.model, opening.compute.device)
+    give_memory(context.model, context.compute.device)
     return prepared
 
 

@@ -22,7 +22,7 @@ from torch.nn.functional import linear, pad
 
 from hpctrain.backends.torch.strategies.fsdp.layers import is_container, layers_of
 from hpctrain.backends.torch.strategies.split_values import plain
-from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy
+from hpctrain.backends.torch.strategies.strategy import PreparedModel, Strategy, StrategyContext
 from hpctrain.backends.torch.strategies.tensor import CutLayer, layers_to_cut
 from hpctrain.backends.torch.strategies.tp_group import TPGroup, exchanged, mapped, summed_backward
 from hpctrain.errors import UserError
@@ -46,21 +46,21 @@ class RowBlock:
     """Matrices of LoRA that ranks have whole: A gets gathered rows if B is split, and B gets rows if A is."""
 
 
-def planned(opening: Opening) -> Strategy | None:
+def planned(context: StrategyContext) -> Strategy | None:
     """The strategy for ``parallel.sequence``. Raises UserError if blocks of the model cannot compute in rows."""
-    parallel, model = opening.config.parallel, opening.model
+    parallel, model = context.config.parallel, context.model
     if not parallel.sequence or parallel.tensor == 1:
         return None
     if parallel.pipeline > 1:
         what = "parallel.sequence is true, and parallel.pipeline divides the blocks whose activations ranks share"
         raise UserError(what, "leave parallel.sequence out, or set parallel.pipeline to 1")
-    blocks = blocks_of(model, layers_to_cut(model, opening.task.tensor, parallel.tensor))
+    blocks = blocks_of(model, layers_to_cut(model, context.task.tensor, parallel.tensor))
 
-    def in_rows(prepared: Prepared) -> Prepared:
+    def in_rows(prepared: PreparedModel) -> PreparedModel:
         compute_in_rows(blocks, prepared.partition.tp_group)
         return prepared
 
-    return None if opening.world.tensor.size == 1 else in_rows
+    return None if context.world.tensor.size == 1 else in_rows
 
 
 def blocks_of(model: Module, layers: Sequence[CutLayer]) -> list[RowBlock]:

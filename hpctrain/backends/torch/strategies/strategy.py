@@ -22,7 +22,7 @@ from hpctrain.backends.torch.device import Compute
 from hpctrain.backends.torch.reduce.reducer import SummedGradients
 from hpctrain.backends.torch.reduce.torch_reducers import TorchReducerFactory
 from hpctrain.backends.torch.state.optimizer import OptimizerPart, Slots
-from hpctrain.backends.torch.steps.update_step import StepParts, ForwardBackward
+from hpctrain.backends.torch.steps.update_step import ForwardBackward, StepParts
 from hpctrain.backends.torch.steps.updates import AnyReducerFactory
 from hpctrain.backends.torch.strategies.exchange import Exchange, exchange_for, over_torch
 from hpctrain.backends.torch.strategies.parameter_traits import ParameterTraits, plain, traits_of
@@ -43,7 +43,7 @@ from hpctrain.train.state import StateTensor
 
 
 @dataclass(frozen=True)
-class Opening:
+class StrategyContext:
     """A task that can be trained, with what strategies need to know about the run."""
 
     task: TorchTask
@@ -126,7 +126,7 @@ def identity(anything: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedModel:
     """The state of a model after the strategies applied so far."""
 
     partition: Partition = field(default_factory=uncut)
@@ -142,7 +142,7 @@ class Prepared:
     total_norm: Callable[[Partition, SummedGradients], float] = Partition.norm
     """L2 norm of the gradients of the whole model, on all ranks, of which each has a part. Collective."""
     complete: Callable[[SummedGradients], object] = id
-    """Completes the gradients that ranks have summed, before they are scaled. Collective; passes must be collective, too."""
+    """Completes the gradients that ranks have summed, before they are scaled. Collective, as passes must be then."""
     placed: Callable[[Iterable[StateTensor]], list[StateTensor]] = list
     """Selects the state that this rank saves, and sets its place in the whole."""
     compile_model: Callable[[Any], Any] = identity
@@ -157,35 +157,37 @@ class Prepared:
     """Closes exchanges that do not belong to the partition."""
 
 
-Strategy: TypeAlias = Callable[[Prepared], Prepared]
+Strategy: TypeAlias = Callable[[PreparedModel], PreparedModel]
 """A strategy of a run: changes model and optimizers in place, and returns the result. Collective. Raises UserError if
 the model or an optimizer cannot be partitioned this way."""
-Planner: TypeAlias = Callable[[Opening], Strategy | None]
+Planner: TypeAlias = Callable[[StrategyContext], Strategy | None]
 """Checks a task before any strategy has changed it; returns the strategy, or None if the run does not use it. Does not
 communicate. Raises UserError if the task cannot be trained this way."""
 
 
-def planned(opening: Opening) -> Strategy:
+def planned(context: StrategyContext) -> Strategy:
     """Always applies: replicates what no earlier strategy has partitioned."""
-    return functools.partial(replicate, opening)
+    return functools.partial(replicate, context)
 
 
-def replicate(opening: Opening, prepared: Prepared) -> Prepared:
+def replicate(context: StrategyContext, prepared: PreparedModel) -> PreparedModel:
     """Makes every rank update all parameters that it has."""
     if prepared.updates is not None:
         return prepared
-    model = opening.model
-    config = opening.config.reduce
+    model = context.model
+    config = context.config.reduce
     partition = prepared.partition
-    sparse = sparse_parameters(model, opening.parts, config.sparse)
-    names, shares = opening.names(), opening.shares()
+    sparse = sparse_parameters(model, context.parts, config.sparse)
+    names, shares = context.names(), context.shares()
     slices = partition.slices
     slots = Slots({place: slices[name] for place, name in names.items() if name in slices})
-    norm = needs_norm(opening, partition)
-    reducers = {name: TorchReducerFactory(share, config, share.those_of(sparse), norm) for name, share in shares.items()}
+    norm = needs_norm(context, partition)
+    reducers = {
+        name: TorchReducerFactory(share, config, share.those_of(sparse), norm) for name, share in shares.items()
+    }
     return dataclasses.replace(prepared, updates=Updates(shares, names, slots, reducers))
 
 
-def needs_norm(opening: Opening, partition: Partition) -> bool:
+def needs_norm(context: StrategyContext, partition: Partition) -> bool:
     """Whether an exchange must compute the gradient norm; a partition with slices computes it itself."""
-    return rule_of(opening.config.train).needs_norm and not partition.slices
+    return rule_of(context.config.train).needs_norm and not partition.slices

@@ -18,7 +18,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from hpctrain.backends.torch.strategies.parameter_traits import require_elementwise
 from hpctrain.backends.torch.strategies.partition import Partition, Slices
 from hpctrain.backends.torch.strategies.split_values import plain, take_in_compiled_functions
-from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy
+from hpctrain.backends.torch.strategies.strategy import PreparedModel, Strategy, StrategyContext
 from hpctrain.backends.torch.strategies.tp_group import (
     CutLogits,
     TPGroup,
@@ -293,17 +293,17 @@ def vocabulary_forward(one: CutLayer, tp_group: TPGroup, indices: Tensor) -> Ten
     return spread(found, places, counts, tp_group)
 
 
-def planned(opening: Opening) -> Strategy | None:
+def planned(context: StrategyContext) -> Strategy | None:
     """The strategy, if the run has tensor groups. Raises UserError if layers that the task names cannot be split."""
-    layers = layers_to_cut(opening.model, opening.task.tensor, opening.config.parallel.tensor)
-    is_alone = opening.world.tensor.size == 1  # a single process that only checks the task
-    return None if is_alone else functools.partial(cut, opening, layers)
+    layers = layers_to_cut(context.model, context.task.tensor, context.config.parallel.tensor)
+    is_alone = context.world.tensor.size == 1  # a single process that only checks the task
+    return None if is_alone else functools.partial(cut, context, layers)
 
 
-def cut(opening: Opening, layers: Sequence[CutLayer], prepared: Prepared) -> Prepared:
+def cut(context: StrategyContext, layers: Sequence[CutLayer], prepared: PreparedModel) -> PreparedModel:
     """Leaves this rank its part of each layer."""
     take_in_compiled_functions()
-    world = opening.world
-    tp_group = opening.tp_group(world.tensor, Neighbours.TENSOR)
-    partition = cut_model(opening.model, layers, tp_group, world.data, opening.optimizers)
+    world = context.world
+    tp_group = context.tp_group(world.tensor, Neighbours.TENSOR)
+    partition = cut_model(context.model, layers, tp_group, world.data, context.optimizers)
     return dataclasses.replace(prepared, partition=partition)

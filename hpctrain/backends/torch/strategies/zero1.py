@@ -39,7 +39,7 @@ from hpctrain.backends.torch.strategies.parameter_traits import (
 )
 from hpctrain.backends.torch.strategies.partition import Slices
 from hpctrain.backends.torch.strategies.row_shares import RowRange, ShardedParameter, Shares, share_out
-from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy, Updates, needs_norm
+from hpctrain.backends.torch.strategies.strategy import PreparedModel, Strategy, StrategyContext, Updates, needs_norm
 from hpctrain.comm.group import Group
 from hpctrain.config.features import Feature
 from hpctrain.config.sections import ReduceConfig
@@ -235,18 +235,18 @@ def open_sharded(
     return ShardedReducer(candidate.name, gradients, exchange, sharded, needs_norm)
 
 
-def planned(opening: Opening) -> Strategy | None:
+def planned(context: StrategyContext) -> Strategy | None:
     """The strategy, if the run shards optimizers. Raises UserError if an optimizer cannot be sharded."""
-    return functools.partial(shard_rows, opening, opening.traits) if opening.divides(Feature.SHARD) else None
+    return functools.partial(shard_rows, context, context.traits) if context.divides(Feature.SHARD) else None
 
 
-def shard_rows(opening: Opening, traits: ParameterTraits, prepared: Prepared) -> Prepared:
+def shard_rows(context: StrategyContext, traits: ParameterTraits, prepared: PreparedModel) -> PreparedModel:
     """Gives each optimizer the rows that this rank updates, of the ranks that have the same part of the model.
     Collective."""
     partition = prepared.partition
-    names = opening.names()
-    shares = opening.shares()
-    world = opening.world
+    names = context.names()
+    shares = context.shares()
+    world = context.world
     partition.update_among(world.data)
     of = {name: shard(share.pairs, traits, world.data) for name, share in shares.items()}
     mine: dict[int, OwnRows | None] = {id(parameter): None for each in of.values() for _, parameter in each.pairs}
@@ -263,9 +263,9 @@ def shard_rows(opening: Opening, traits: ParameterTraits, prepared: Prepared) ->
                 begin, end = 0, len(whole) if whole.ndim else 1
             slices[id(rows.parameter)] = partition.rows(name, tuple(whole.shape), begin, end)
             own_names[id(rows.parameter)] = name
-    shard_optimizers(opening.optimizers, mine)
-    config, norm = opening.config.reduce, needs_norm(opening, partition)
-    device = opening.compute.device
+    shard_optimizers(context.optimizers, mine)
+    config, norm = context.config.reduce, needs_norm(context, partition)
+    device = context.compute.device
     kind = word_of(device) if by_group(config.kind, world, device) else "mpi"
     reducers = {
         name: FixedReducerFactory(Candidate(kind, "sharded"), functools.partial(open_sharded, own, config, norm))

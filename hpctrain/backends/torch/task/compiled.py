@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from hpctrain.backends.torch.strategies.fsdp.layers import layers_of
-from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy, identity
+from hpctrain.backends.torch.strategies.strategy import PreparedModel, Strategy, StrategyContext, identity
 from hpctrain.backends.torch.task.recompute import named_layers
 from hpctrain.config.features import Feature
 
@@ -27,25 +27,25 @@ MODES = {"default": None, "max-autotune": "max-autotune-no-cudagraphs", "reduce-
 """torch's modes by ``train.compile_mode``; torch's own max-autotune would record CUDA graphs as well."""
 
 
-def planned(opening: Opening) -> Strategy | None:
+def planned(context: StrategyContext) -> Strategy | None:
     """The strategy for ``train.compile``."""
-    return functools.partial(compile_task, opening) if opening.config.train.compile else None
+    return functools.partial(compile_task, context) if context.config.train.compile else None
 
 
-def compile_task(opening: Opening, prepared: Prepared) -> Prepared:
+def compile_task(context: StrategyContext, prepared: PreparedModel) -> PreparedModel:
     """Compiles the repeated layers in place, or leaves the models to be compiled whole; and the loss."""
-    mode = MODES[opening.config.train.compile_mode]
-    by_layers = never_whole(opening)
-    if mode == "reduce-overhead" and (by_layers or opening.world.tensor.size > 1):
+    mode = MODES[context.config.train.compile_mode]
+    by_layers = never_whole(context)
+    if mode == "reduce-overhead" and (by_layers or context.world.tensor.size > 1):
         # CUDA graphs read parameters at fixed addresses, overwrite what they returned for other micro-batches, and make
         # no exchanges that the monitor sees.
         mode = None
-    layers = [] if Feature.COMPILED_MODEL in opening.features else own_layers(opening)
+    layers = [] if Feature.COMPILED_MODEL in context.features else own_layers(context)
     advice = [NO_LAYER] if by_layers and not layers else []
     compile_layers(layers, mode)
     whole = functools.partial(torch.compile, mode=mode)
-    if mode == "reduce-overhead" and opening.world.data.size == 1:  # with several ranks, sums have their own memory
-        for parameter in opening.model.parameters():
+    if mode == "reduce-overhead" and context.world.data.size == 1:  # with several ranks, sums have their own memory
+        for parameter in context.model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(keep_gradient)
     eager = functools.partial(torch.compiler.set_stance, "force_eager")
@@ -59,24 +59,24 @@ NO_LAYER = (
 )
 
 
-def never_whole(opening: Opening) -> bool:
+def never_whole(context: StrategyContext) -> bool:
     """Whether a whole model would be no single graph: it is gathered by layers, or each rank has some of them."""
-    return opening.gathers or opening.world.pipeline.size > 1
+    return context.gathers or context.world.pipeline.size > 1
 
 
-def own_layers(opening: Opening) -> list[Module]:
+def own_layers(context: StrategyContext) -> list[Module]:
     """Layers to compile one by one; empty if models are to be compiled whole.
 
     Models are compiled whole on one rank, which exchanges nothing, and for CUDA graphs, which pay for models so small
     that launching kernels takes longer than computing. Layers that recompute, are gathered or are in a pipeline are
     always compiled one by one.
     """
-    train, model = opening.config.train, opening.model
+    train, model = context.config.train, context.model
     recomputing = [layer for _, layer in named_layers(model, train.recompute)]
-    as_whole = opening.world.data.size == 1 or train.compile_mode == "reduce-overhead"
-    if as_whole and not recomputing and not never_whole(opening):
+    as_whole = context.world.data.size == 1 or train.compile_mode == "reduce-overhead"
+    if as_whole and not recomputing and not never_whole(context):
         return []
-    return list(apart(recomputing, repeated(layers_of(model, opening.config.parallel.layers))))
+    return list(apart(recomputing, repeated(layers_of(model, context.config.parallel.layers))))
 
 
 def repeated(layers: Sequence[Module]) -> list[Module]:

@@ -27,13 +27,13 @@ from hpctrain.backends.torch.state.optimizer import OptimizerPart, OptimizerStat
 from hpctrain.backends.torch.state.tensors import layout_of, module_tensors, other_names, shared_buffers
 from hpctrain.backends.torch.state.torch_state import Averages, TorchState, passes_leave
 from hpctrain.backends.torch.steps.own_step import OwnSteps, own_models
-from hpctrain.backends.torch.steps.update_step import PlainForwardBackward, Modes, StepParts, UpdateStep
-from hpctrain.backends.torch.steps.updates import ReducerFactoryByOptimizer, OptimizerStep
+from hpctrain.backends.torch.steps.update_step import Modes, PlainForwardBackward, StepParts, UpdateStep
+from hpctrain.backends.torch.steps.updates import OptimizerStep, ReducerFactoryByOptimizer
 from hpctrain.backends.torch.strategies.listed import STRATEGIES
 from hpctrain.backends.torch.strategies.parameter_traits import unsuited
 from hpctrain.backends.torch.strategies.pipeline.pipelined import pipeline_features
 from hpctrain.backends.torch.strategies.pipeline.stage_schedule import BY_PARAMETERS, StageChoice
-from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy, Updates
+from hpctrain.backends.torch.strategies.strategy import PreparedModel, Strategy, StrategyContext, Updates
 from hpctrain.backends.torch.strategies.tensor import has_dropout, tilings
 from hpctrain.backends.torch.task.carried import carried_by
 from hpctrain.backends.torch.task.checks import model_features, require_trainable
@@ -93,23 +93,23 @@ def open_torch(
         torch.set_num_threads(train.threads)
     set_kernels(train)
     compute = dataclasses.replace(compute_of(train, device), allocates=allocates)
-    opening = look_at(task, world, config, compute, clock, stage_choice)
-    move(opening.model, device, compute.memory_format)
-    for module in opening.task_state.modules_of_functions():
+    context = look_at(task, world, config, compute, clock, stage_choice)
+    move(context.model, device, compute.memory_format)
+    for module in context.task_state.modules_of_functions():
         if any(one.device.type != device.type for one in (*module.parameters(), *module.buffers())):
             module.to(device)  # quantized ones, which refuse this, are where they shall be
-    strategies: list[Strategy] = [one for each in STRATEGIES if (one := each.planned(opening)) is not None]
+    strategies: list[Strategy] = [one for each in STRATEGIES if (one := each.planned(context)) is not None]
     with ExitStack() as stack:
         peers: ProcessGroup | None = None
         if world.data.size == world.size > 1 and by_group(config.reduce.kind, world, device):
             peers = stack.enter_context(closing(peers_of(world.data, device)))  # which reducers then share
-        make_equal(opening.model, world.everyone, peers)
-        doubled = other_names(opening.model)
-        prepared = Prepared()
+        make_equal(context.model, world.everyone, peers)
+        doubled = other_names(context.model)
+        prepared = PreparedModel()
         for strategy in strategies:
             prepared = strategy(prepared)
         assert prepared.updates is not None, "of the last strategy, if not of one before"
-        framework = assembled(opening, prepared, prepared.updates, choice, doubled)
+        framework = assembled(context, prepared, prepared.updates, choice, doubled)
     framework.reseed(0)
     return framework
 
@@ -160,7 +160,7 @@ def look_at(
     compute: Compute,
     clock: StepClock,
     stage_choice: StageChoice,
-) -> Opening:
+) -> StrategyContext:
     """Checks a task and collects what strategies need. Raises UserError if it cannot be trained as configured."""
     model = whole_model(task)
     own = {"loss": task.loss, "forward": task.forward, "step": task.step}
@@ -176,7 +176,7 @@ def look_at(
     on_meta = parameters_on_meta(model, parts)
     features |= used({Feature.META_INIT: next(iter(on_meta), None)})
     refuse(features)
-    return Opening(
+    return StrategyContext(
         task=task,
         world=world,
         config=config,
@@ -204,36 +204,39 @@ def make_equal(model: torch.nn.Module, everyone: Group, peers: ProcessGroup | No
 
 
 def assembled(
-    opening: Opening, prepared: Prepared, updates: Updates, choice: ReducerChoice, doubled: Mapping[str, str]
+    context: StrategyContext,
+    prepared: PreparedModel,
+    updates: Updates,
+    choice: ReducerChoice,
+    doubled: Mapping[str, str],
 ) -> TorchFramework:
     """Assembles the framework of a prepared model. Collective.
 
     Args:
-        opening: the task and its model.
+        context: the task and its model.
         prepared: the model as prepared by strategies.
         updates: ``prepared.updates``.
         choice: chooses the reducer.
         doubled: further names of shared tensors, see ``other_names``.
     """
-    task = opening.task
-    model = opening.model
-    world = opening.world
-    compute = opening.compute
-    train, partition = opening.config.train, prepared.partition
-    optimizer_state = OptimizerState(opening.parts, updates.names, updates.slots)
+    task = context.task
+    model = context.model
+    world = context.world
+    compute = context.compute
+    train, partition = context.config.train, prepared.partition
+    optimizer_state = OptimizerState(context.parts, updates.names, updates.slots)
     if compute.device.type != "cpu":
         optimizer_state.to_device()
     objects = kept_objects(task)
-    changes = task.step is not None or Feature.MAX_NORM in opening.features
+    changes = task.step is not None or Feature.MAX_NORM in context.features
     unchanged = functools.partial(
-        passes_leave, model, opening.task_state, objects, compute.device, with_parameters=changes
+        passes_leave, model, context.task_state, objects, compute.device, with_parameters=changes
     )
     factory = ReducerFactoryByOptimizer(updates.reducers)
     reducers = ChosenReducer(factory, choice, unchanged, choice.known(factory))
-    joins = opening.joins and world.data.size > 1
-    batch_norms = SyncBatchNorm(model, world.data, opening.clock, compute.device) if joins else BatchNorms()
+    joins = context.joins and world.data.size > 1
+    batch_norms = SyncBatchNorm(model, world.data, context.clock, compute.device) if joins else BatchNorms()
     averages = Averages(partition, model, updates.names, train.ema_decay)
-    models = own_models(task.model, prepared.compile_model)
     optimizer_steps = {
         name: OptimizerStep(
             name=name,
@@ -248,15 +251,22 @@ def assembled(
         )
         for name, share in updates.shares.items()
     }
-    modes = Modes(model)
     parts = StepParts(
-        task, model, models, world, compute, opening.clock, modes, partition, batch_norms, optimizer_steps, reducers, unchanged
+        task=task,
+        model=model,
+        models=own_models(task.model, prepared.compile_model),
+        world=world,
+        compute=compute,
+        clock=context.clock,
+        modes=Modes(model),
+        partition=partition,
+        batch_norms=batch_norms,
+        optimizer_steps=optimizer_steps,
+        reducers=reducers,
+        unchanged=unchanged,
     )
-    forward_backward = (
-        prepared.forward_backward(parts)
-        if prepared.forward_backward
-        else PlainForwardBackward(parts, prepared.compile_loss(task.loss))
-    )
+    loss = prepared.compile_loss(task.loss)
+    forward_backward = (prepared.forward_backward or functools.partial(PlainForwardBackward, loss=loss))(parts)
     program: UpdateStep | OwnSteps = UpdateStep(parts, forward_backward)
     if task.step is not None:
         program = OwnSteps(parts, task.step, [part.optimizer for part in optimizer_state.every])
@@ -268,12 +278,12 @@ def assembled(
         program=program,
         optimizer_state=optimizer_state,
         averages=averages,
-        task_state=opening.task_state,
+        task_state=context.task_state,
         tilings=tilings(model, task.tensor, plain_name),
         placed=prepared.placed,
         other_names=doubled,
-        meta_init=opening.meta_init,
-        seed=opening.config.seed,
+        meta_init=context.meta_init,
+        seed=context.config.seed,
         layout=layout_of(model, partition),
         shared=shared_buffers(model),
     )

@@ -13,7 +13,7 @@ import torch
 from torch.nn import Module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy
+from hpctrain.backends.torch.strategies.strategy import PreparedModel, Strategy, StrategyContext
 from hpctrain.backends.torch.strategies.tensor import CONTAINERS
 from hpctrain.errors import UserError
 
@@ -26,16 +26,16 @@ PRODUCTS = (
 """Operations that take most of a layer's time."""
 
 
-def planned(opening: Opening) -> Strategy:
+def planned(context: StrategyContext) -> Strategy:
     """The strategy for ``train.recompute``; does nothing if it names no layer."""
-    return functools.partial(save_memory, opening)
+    return functools.partial(save_memory, context)
 
 
-def save_memory(opening: Opening, prepared: Prepared) -> Prepared:
+def save_memory(context: StrategyContext, prepared: PreparedModel) -> PreparedModel:
     """Makes the configured layers recompute their activations."""
-    train = opening.config.train
+    train = context.config.train
     kept = PRODUCTS if train.recompute_keeps == "products" else ()
-    recompute(opening.model, train.recompute, kept)
+    recompute(context.model, train.recompute, kept)
     return prepared
 
 

@@ -16,7 +16,7 @@ from hpctrain.backends.torch.strategies.fsdp.fsdp_reducer import FullyShardedRed
 from hpctrain.backends.torch.strategies.fsdp.sharded_model import Held, shard_groups, shard_model
 from hpctrain.backends.torch.strategies.parameter_traits import OwnRows, ParameterTraits, plain, shard_optimizers
 from hpctrain.backends.torch.strategies.row_shares import RowRange
-from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy, Updates, needs_norm
+from hpctrain.backends.torch.strategies.strategy import PreparedModel, Strategy, StrategyContext, Updates, needs_norm
 from hpctrain.backends.torch.task.shares import ONLY, Share
 from hpctrain.config.combinations import refuse
 from hpctrain.config.features import Feature, used
@@ -41,17 +41,17 @@ def require_torch() -> None:
         )
 
 
-def planned(feature: Feature, opening: Opening) -> Strategy | None:
+def planned(feature: Feature, context: StrategyContext) -> Strategy | None:
     """The strategy, if the run shards parameters or, by another feature, gradients. Raises UserError if an optimizer
     cannot be sharded."""
-    return functools.partial(shard, opening, opening.traits) if opening.divides(feature) else None
+    return functools.partial(shard, context, context.traits) if context.divides(feature) else None
 
 
-def shard(opening: Opening, traits: ParameterTraits, prepared: Prepared) -> Prepared:
+def shard(context: StrategyContext, traits: ParameterTraits, prepared: PreparedModel) -> PreparedModel:
     """Leaves this rank its rows of each parameter. Collective.
 
     Args:
-        opening: the run.
+        context: the run.
         traits: traits of the parameters.
         prepared: the part of the model that this rank has.
 
@@ -59,21 +59,21 @@ def shard(opening: Opening, traits: ParameterTraits, prepared: Prepared) -> Prep
         UserError: this PyTorch is too old, or optimizers or nodes cannot be divided.
     """
     require_torch()
-    model = opening.model
-    world = opening.world
-    config = opening.config.parallel
-    names = opening.names()
-    found = uncuttable(opening.shares(), opening.parts, traits)
-    refuse({**opening.features, **used({Feature.WHOLE_TENSORS: found})})
+    model = context.model
+    world = context.world
+    config = context.config.parallel
+    names = context.names()
+    found = uncuttable(context.shares(), context.parts, traits)
+    refuse({**context.features, **used({Feature.WHOLE_TENSORS: found})})
     whole = list(model.parameters())
-    group = DefaultGroup(world.data, opening.compute.device)
-    groups = shard_groups(world, opening.compute.device, config.shard_within == "node")
-    partition = shard_model(model, prepared.partition, groups, opening.compute, config, prepared.root)
+    group = DefaultGroup(world.data, context.compute.device)
+    groups = shard_groups(world, context.compute.device, config.shard_within == "node")
+    partition = shard_model(model, prepared.partition, groups, context.compute, config, prepared.root)
     every = partition.every
     mine = {id(before): own_rows(one, before) for one, before in zip(every, whole, strict=True) if one.rows}
-    shard_optimizers(opening.optimizers, mine)
+    shard_optimizers(context.optimizers, mine)
     reducer = functools.partial(
-        FullyShardedReducer, partition=partition, ranks=group, needs_norm=needs_norm(opening, partition)
+        FullyShardedReducer, partition=partition, ranks=group, needs_norm=needs_norm(context, partition)
     )
     updates = Updates(
         {ONLY: Share([(one.name, one.own) for one in every if one.own.requires_grad])},

@@ -31,7 +31,7 @@ from hpctrain.backends.torch.strategies.pipeline.stages import (
     tied_parameters,
 )
 from hpctrain.backends.torch.strategies.pipeline.tied import Tied
-from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy
+from hpctrain.backends.torch.strategies.strategy import PreparedModel, Strategy, StrategyContext
 from hpctrain.config.combinations import stated
 from hpctrain.config.features import TRAITS, Feature, Trait
 from hpctrain.errors import UserError, foreign_errors
@@ -40,23 +40,23 @@ from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.clock import Neighbours, Waiting
 
 
-def planned(opening: Opening) -> Strategy | None:
+def planned(context: StrategyContext) -> Strategy | None:
     """The strategy, if the run has a pipeline. Raises UserError if the model or its optimizers cannot be divided."""
-    if Feature.PIPELINE in opening.features:
-        opening.traits  # noqa: B018  raises if an optimizer may couple parameters
-    parallel = opening.config.parallel
-    stages = stages_of(opening.task, opening.model, parallel.pipeline, parallel.pipeline_chunks)
-    if stages is None or opening.world.pipeline.size == 1:
+    if Feature.PIPELINE in context.features:
+        context.traits  # noqa: B018  raises if an optimizer may couple parameters
+    parallel = context.config.parallel
+    stages = stages_of(context.task, context.model, parallel.pipeline, parallel.pipeline_chunks)
+    if stages is None or context.world.pipeline.size == 1:
         return None
-    require_copies(opening, stages)
-    require_modules(opening, stages)
-    return functools.partial(divide, opening, stages)
+    require_copies(context, stages)
+    require_modules(context, stages)
+    return functools.partial(divide, context, stages)
 
 
-def require_copies(opening: Opening, stages: Stages) -> None:
+def require_copies(context: StrategyContext, stages: Stages) -> None:
     """Raises UserError if stages cannot have copies of the parameters that they share."""
-    name = next(iter(tied_parameters(opening.model, stages)), None)
-    shard = next((one for one in opening.features if Trait.REDUCE_SCATTERS in TRAITS.get(one, ())), None)
+    name = next(iter(tied_parameters(context.model, stages)), None)
+    shard = next((one for one in context.features if Trait.REDUCE_SCATTERS in TRAITS.get(one, ())), None)
     if name is not None and shard is not None:
         raise UserError(
             f"layers of several stages share {name}, and {stated(shard, None)}: no rank has the whole gradient",
@@ -64,12 +64,12 @@ def require_copies(opening: Opening, stages: Stages) -> None:
         )
 
 
-def require_modules(opening: Opening, stages: Stages) -> None:
+def require_modules(context: StrategyContext, stages: Stages) -> None:
     """Raises UserError if a layer holds a parameter itself, and sharding would replace it."""
     held = next((one for layer in stages.layers if (one := held_by(layer.call)) is not None), None)
-    if held is not None and opening.gathers:
+    if held is not None and context.gathers:
         raise UserError(
-            f"a function in {FIELD} holds {opening.names().get(id(held), 'a parameter')} itself, which parallel.shard "
+            f"a function in {FIELD} holds {context.names().get(id(held), 'a parameter')} itself, which parallel.shard "
             "replaces by rows of it",
             "give a method of the model, such as model.embed, or functools.partial(function, module), and read the "
             "parameter from the module",
@@ -90,23 +90,23 @@ def stages_of(task: TorchTask, model: Module, ranks: int, chunks: int) -> Stages
     return staged(model, layers, ranks, chunks)
 
 
-def divide(opening: Opening, stages: Stages, prepared: Prepared) -> Prepared:
+def divide(context: StrategyContext, stages: Stages, prepared: PreparedModel) -> PreparedModel:
     """Leaves this rank the layers of its stages."""
-    world = opening.world
-    model = opening.model
-    compute = opening.compute
-    whole = Whole(opening.task, model, opening.task_state, prepared.partition, compute)
-    stages = whole.chosen(stages, opening.stage_choice, world)
-    require_copies(opening, stages)  # those that were planned may have needed none
-    exchange = opening.exchange(world.pipeline, Neighbours.PIPELINE)
+    world = context.world
+    model = context.model
+    compute = context.compute
+    whole = Whole(context.task, model, context.task_state, prepared.partition, compute)
+    stages = whole.chosen(stages, context.stage_choice, world)
+    require_copies(context, stages)  # those that were planned may have needed none
+    exchange = context.exchange(world.pipeline, Neighbours.PIPELINE)
     holders = tied_parameters(model, stages)
-    elsewhere = keep_stages(model, stages, world.pipeline.rank, opening.optimizers)
+    elsewhere = keep_stages(model, stages, world.pipeline.rank, context.optimizers)
     names = frozenset(plain_name(name) for name, _ in model.named_parameters())
     own = stages.of(world.pipeline.rank)
-    stage = Stage(world.pipeline, compute.device, opening.clock, exchange, len(own))
+    stage = Stage(world.pipeline, compute.device, context.clock, exchange, len(own))
     tied = Tied(world.pipeline.rank, holders, exchange)
     root = StageModel(model, own)
-    waiting = Waiting(opening.clock, Neighbours.PIPELINE)
+    waiting = Waiting(context.clock, Neighbours.PIPELINE)
 
     def total_norm(partition: Partition, reducer: SummedGradients) -> float:
         norm = tied.norm(partition, reducer) if tied.holders else partition.norm(reducer)
@@ -117,7 +117,9 @@ def divide(opening: Opening, stages: Stages, prepared: Prepared) -> Prepared:
     return dataclasses.replace(
         prepared,
         root=root,
-        forward_backward=functools.partial(PipelineForwardBackward, root, stage, shares=stages.shares(world.pipeline.rank)),
+        forward_backward=functools.partial(
+            PipelineForwardBackward, root, stage, shares=stages.shares(world.pipeline.rank)
+        ),
         num_layers=sum(map(len, own)),
         total_norm=total_norm,
         complete=tied.add,

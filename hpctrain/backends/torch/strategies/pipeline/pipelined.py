@@ -170,7 +170,7 @@ class PipelineForwardBackward:
             )
 
     def run(self, accumulation: GradientAccumulation, micro_batches: Sequence[HostBatch], clock: StepClock) -> None:
-        """See ForwardBackward. All stages get the same micro-batches and loss; waiting for other stages is exchange time."""
+        """See ForwardBackward. All stages get the same micro-batches and loss. Waits for stages are exchange time."""
         stage = self.stage
         batches, everyones = even_passes(micro_batches, self.parts.partition.sync_group)
         under_way = {
