@@ -136,19 +136,15 @@ class ChosenReducer(Generic[R]):
             self.used = None
 
 
-LEAST_TURNS, MOST_TURNS = 3, 6
-"""Turns of all candidates after the first one; more than the least only while turns contradict each other."""
-CLEAR_TURNS, CLEAR = 2, 0.12
-"""Turns, one forth and one back, after which no more are needed if each is won by this fraction over all others."""
+LEAST_TURNS, MOST_TURNS = 2, 6
+"""Turns of all candidates after the first one; more than the least only while turns name different winners."""
 LEAST_RUNS, MOST_RUNS = 3, 8
 """Runs of a candidate in a turn, besides the first one, which is a warm-up."""
-ENOUGH = 10
-"""Fewest runs of a candidate after which no more turns are needed."""
 BUDGET_S = 12.0
 HOPELESS = 1.6
 """Candidates slower than the fastest by this factor get only one turn, so that the others get more runs."""
 QUICK_S = 2.0
-"""If three turns together take less than this, no candidate is dropped: a hiccup can distort runs of milliseconds."""
+"""If the least turns take less than this, no candidate is dropped: a hiccup can distort runs of milliseconds."""
 ADVANTAGE = 0.02
 """Fraction by which a later candidate must be faster to be preferred to an earlier one."""
 
@@ -166,8 +162,8 @@ def choose(
     """Measures the candidates in turn and returns the same choice on every rank: the one that no other clearly beats.
 
     On a node that other jobs use, speed changes from turn to turn. So runs are compared with runs of the same turn, by
-    the median of their differences; turns go forth and back; and there are more of them while they contradict each
-    other. Collective over the group. Takes at most fifteen seconds, or two steps of each candidate if those are slower.
+    the median of their differences; turns go forth and back; and there are more of them unless all have the same
+    winner. Collective over the group. Takes at most fifteen seconds, or two steps of each candidate if they take longer.
     """
 
     def turn(candidates: Sequence[Candidate], runs: int) -> Runs:
@@ -183,11 +179,13 @@ def choose(
     runs = max(LEAST_RUNS, min(MOST_RUNS, int(BUDGET_S / MOST_TURNS / turn_s) - 1))
     most_turns = min(MOST_TURNS, int(BUDGET_S / (turn_s * (1 + runs)))) if len(left) > 1 else 0
     turns = [warm(first)]
+    winners: list[Candidate] = []
     for number in range(most_turns):
         order = left[::-1] if number % 2 else left
         turns.append(warm(turn(order, runs)))
-        spent_s = sum(map(sum, joined(turns).values()))
-        if spent_s > BUDGET_S or is_settled(left, turns, runs):
+        winners.append(fastest(left, turns[-1]))
+        agree = len(winners) >= LEAST_TURNS and len(set(winners)) == 1
+        if agree or sum(map(sum, joined(turns).values())) > BUDGET_S:
             break
     everything = joined(turns)
     return Choice(fastest(left, everything), {name: statistics.median(runs) for name, runs in everything.items()})
@@ -198,15 +196,6 @@ def worth_more_turns(among: Sequence[Candidate], least: Mapping[str, float]) -> 
     if LEAST_TURNS * (1 + MOST_RUNS) * sum(least.values()) <= QUICK_S:
         return among
     return [candidate for candidate in among if least[candidate.name] < HOPELESS * min(least.values())]
-
-
-def is_settled(left: Sequence[Candidate], turns: Sequence[Runs], runs: int) -> bool:
-    """Whether more turns, of as many runs, are unlikely to change which candidate is the fastest."""
-    compared = turns[1:]  # the first turn has one run
-    leads = leads_of(fastest(left, joined(turns)), compared)
-    if len(compared) >= CLEAR_TURNS and all(min(each) > CLEAR for each in leads):
-        return True
-    return len(compared) >= LEAST_TURNS and len(compared) * runs >= ENOUGH and not contradict(leads)
 
 
 def warm(turn: Runs) -> Runs:
@@ -241,17 +230,6 @@ def lead(one: Candidate, other: Candidate, runs: Runs) -> float:
     """By which fraction of the other's time a candidate is faster, by the median difference of paired runs."""
     ours, theirs = runs[one.name], runs[other.name]
     return statistics.median(b - a for a, b in zip(ours, theirs, strict=True)) / statistics.median(theirs)
-
-
-def leads_of(best: Candidate, turns: Sequence[Runs]) -> list[list[float]]:
-    """The best candidate's lead over each other one in each turn."""
-    others = [Candidate.parse(name) for name in turns[0] if name != best.name]
-    return [[lead(best, other, turn) for turn in turns] for other in others]
-
-
-def contradict(leads: Sequence[Sequence[float]]) -> bool:
-    """Whether another candidate is clearly slower than the best one in one turn, and clearly faster in another."""
-    return any(min(each) < -ADVANTAGE and max(each) > ADVANTAGE for each in leads)
 
 
 def fastest(among: Sequence[Candidate], runs: Runs) -> Candidate:
