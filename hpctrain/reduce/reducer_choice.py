@@ -163,7 +163,7 @@ def choose(
 
     On a node that other jobs use, speed changes from turn to turn. So runs are compared with runs of the same turn, by
     the median of their differences; turns go forth and back; and there are more of them unless all have the same
-    winner. Collective over the group. Takes at most fifteen seconds, or two steps of each candidate if they take longer.
+    winner. Collective over the group. Takes at most fifteen seconds, or two steps of each candidate if these are slow.
     """
 
     def turn(candidates: Sequence[Candidate], runs: int) -> Runs:
