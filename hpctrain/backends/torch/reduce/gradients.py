@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch.nn import Parameter
@@ -20,15 +20,6 @@ from hpctrain.reduce.row_exchange import RowExchange, SparseRows
 Sparse = Literal["auto", "densify", "refuse"]
 AUTOGRADS = 2
 """Uses of a gradient's memory while autograd accumulates it: what came out of backward, and ``grad``."""
-
-
-class FlatPart(NamedTuple):
-    """Adjacent buckets of the flat buffer."""
-
-    last_bucket: int
-    elements: slice
-    members: list[int]
-    """Indices of the parameters."""
 
 
 class FlatGradients:
@@ -129,19 +120,6 @@ class FlatGradients:
         for index, (parameter, view) in enumerate(zip(self.parameters, self.places, strict=True)):
             grad = view if parameter.dtype == view.dtype else view.to(parameter.dtype)
             parameter.grad = grad if index in chosen and parameter.requires_grad else None
-
-    def parts(self, most: int) -> list[FlatPart]:
-        """Groups adjacent buckets into up to ``most`` nearly equal parts."""
-        found: list[FlatPart] = []
-        first, members = 0, list[int]()
-        for number, bucket in enumerate(self.layout.buckets):
-            begin = self.layout.buckets[first].begin
-            members.extend(bucket.members)
-            end = min(bucket.end, self.layout.gradients)
-            if (end - begin) * most >= self.layout.gradients or number == len(self.layout.buckets) - 1:
-                found.append(FlatPart(number, slice(begin, end), members))
-                first, members = number + 1, []
-        return found
 
     def restart(self) -> None:
         """Prepares the buffer for the gradients of another update."""

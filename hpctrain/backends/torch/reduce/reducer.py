@@ -12,36 +12,15 @@ from hpctrain.backends.torch.reduce import allreduce
 from hpctrain.backends.torch.reduce.gradients import FlatGradients, Sparse, SparseGradients, densify
 from hpctrain.backends.torch.reduce.slots import Number, fill_slots, norm_of, read_behind, taken_apart
 from hpctrain.reduce.flat_layout import SLOTS, ExchangeResult, read_slots
-from hpctrain.train.clock import Phase, StepClock
+from hpctrain.train.clock import StepClock
 
 
-class SummedGradients(Protocol):
-    """What an exchange leaves behind for the optimizer."""
-
-    def gradients(self) -> list[torch.Tensor]:
-        """Tensors with the summed gradients that this rank's optimizer uses, to be scaled in place."""
-
-    def norm(self) -> float:
-        """L2 norm of all summed gradients."""
-
-    def summed(self) -> Sequence[tuple[str, torch.Tensor]]:
-        """Parameters by name, or this rank's parts of them, with summed gradients in ``grad``. Used for norms: if each
-        element counts once over the ranks, parameters that all ranks update count on one rank only."""
-
-    def forget_norm(self) -> None:
-        """Called when summed gradients have been changed: a norm that was read before is wrong."""
-        return
-
-    def spread(self) -> bool:
-        """After the optimizer's step, sends updated parameters to all ranks. Returns whether it waited for others."""
-
-
-class Reducer(SummedGradients, Protocol):
+class Reducer(Protocol):
     """Sums gradients over ranks, so that they become those of the global batch.
 
     Each update calls ``begin``, backward (if several times, with ``last_backward`` False before all but the last), and
     ``exchange``. Losses must be scaled before backward as ExchangeResult describes; afterwards, ``grad`` of each
-    parameter is the sum. Unless a reducer overrides the methods for that, no gradient arrives early.
+    parameter is the sum.
     """
 
     name: str
@@ -51,10 +30,6 @@ class Reducer(SummedGradients, Protocol):
 
     def begin(self) -> None:
         """Drops all gradients."""
-
-    def let_arrive_early(self, allowed: bool) -> None:
-        """Lets gradients arrive after ``exchange``, if possible, from the next update on; the same on all ranks."""
-        return
 
     def begin_pass(self, is_last: bool, goes_on: bool = False) -> None:
         """Sets ``last_backward``, before each forward and each backward pass. Collective if each pass is summed.
@@ -82,14 +57,26 @@ class Reducer(SummedGradients, Protocol):
             weight: this rank's weight, over ``global_samples``, of a (sum, weight) loss.
         """
 
-    def parts(self, clock: StepClock) -> Iterator[list[torch.Tensor]]:
-        """Yields ``gradients``, at once or as they arrive; then only those parameters have ``grad`` set.
+    def gradients(self) -> list[torch.Tensor]:
+        """Tensors with the summed gradients that this rank's optimizer uses, to be scaled in place."""
 
-        The clock is marked after each wait.
-        """
+    def parts(self, clock: StepClock) -> Iterator[list[torch.Tensor]]:
+        """Yields ``gradients``, at once or, in a StreamedReducer, as they arrive."""
         yield self.gradients()
 
-    def spread(self) -> bool:
+    def norm(self) -> float:
+        """L2 norm of all summed gradients."""
+
+    def summed(self) -> Sequence[tuple[str, torch.Tensor]]:
+        """Parameters by name, or this rank's parts of them, with summed gradients in ``grad``. Used for norms: if each
+        element counts once over the ranks, parameters that all ranks update count on one rank only."""
+
+    def forget_norm(self) -> None:
+        """Called when summed gradients have been changed: a norm that was read before is wrong."""
+        return
+
+    def gather_parameters(self) -> bool:
+        """After the optimizer's step, sends what only this rank has updated to all. Returns whether ranks do so."""
         return False
 
     def close(self) -> None:
@@ -110,7 +97,7 @@ class WithNorm(Reducer):
         return True
 
     def norm(self) -> float:
-        """See SummedGradients."""
+        """See Reducer."""
         return float(norm_of(self.gradients())) if self.known_norm is None else self.known_norm
 
     def forget_norm(self) -> None:
@@ -193,10 +180,6 @@ class NoReducer(WithNorm):
         self.tables.close()
 
 
-PARTS = 4
-"""Number of parts in which gradients arrive if early; each takes a call of the optimizer."""
-
-
 class ByFlatGradients:
     """A reducer whose ``last_backward`` is that of its flat gradients."""
 
@@ -221,7 +204,6 @@ class FlatReducer(ByFlatGradients, WithNorm):
         flat_gradients: the gradients in the flat buffer.
         sum_: sums the flat buffer.
         tables: sums the rows of tables.
-        arrive: StreamedAllreduce.arrive; None if all sums arrive at once.
         needs_norm: whether each update needs the norm.
     """
 
@@ -232,71 +214,28 @@ class FlatReducer(ByFlatGradients, WithNorm):
         flat_gradients: FlatGradients,
         sum_: allreduce.TensorAllreduce,
         tables: SparseGradients | None = None,
-        arrive: Callable[[float], None] | None = None,
         needs_norm: bool = False,
     ) -> None:
-        self.arrive, self.needs_norm = arrive, needs_norm
-        self.early = self.has_loss = False
-        """Early: the loss is sent first, ``exchange`` waits only for the loss, and ``parts`` waits for gradients."""
         self.name, self.named = name, named
         self.flat_gradients = flat_gradients
         self.sum = sum_
-        boundary = flat_gradients.layout.gradients
-        self.values = sum_.flat[:boundary]
-        self.converts = any(one.dtype.to_real() != sum_.flat.dtype for one in flat_gradients.parameters)
-        self.slots = sum_.flat[boundary:]
         self.tables = tables or SparseGradients(())
-        self.arrivals = flat_gradients.parts(PARTS)
+        self.needs_norm = needs_norm
+        self.converts = any(one.dtype.to_real() != sum_.flat.dtype for one in flat_gradients.parameters)
+        self.slots = sum_.flat[flat_gradients.layout.gradients :]
         flat_gradients.attach()
-
-    def let_arrive_early(self, allowed: bool) -> None:
-        """See Reducer."""
-        self.early = allowed and self.arrive is not None and not self.converts
 
     def begin(self) -> None:
         self.known_norm = self.act = None
         self.flat_gradients.begin()
         self.tables.begin()
 
-    def before_reading(self, act: Callable[[torch.Tensor], object]) -> bool:
-        """See Reducer."""
-        return not self.early and super().before_reading(act)
-
-    def before_backward(self, totals: Callable[[], tuple[Number, Number | None]]) -> None:
-        """See Reducer."""
-        if self.early and self.last_backward:
-            self.put_loss(*totals())
-
-    def put_loss(self, loss: Number, weight: Number | None) -> None:
-        """Sets the loss and weight for ``exchange``; called before the first gradient if they are sent early."""
-        fill_slots(self.slots.zero_(), loss, weight)
-        if self.early:
-            self.sum.start(len(self.values), len(self.sum.flat))
-        self.has_loss = True
-
     def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> ExchangeResult:
-        if not self.has_loss:
-            self.put_loss(loss, weight)
-        self.has_loss = False
+        fill_slots(self.slots.zero_(), loss, weight)
         self.flat_gradients.complete()
-        if self.early and self.arrive is not None:
-            self.arrive(1)
-            return read_slots(self.slots.tolist())
         self.finish()
         self.tables.exchange()
         return self.read(self.slots)
-
-    def parts(self, clock: StepClock) -> Iterator[list[torch.Tensor]]:
-        """See Reducer."""
-        if not self.early or self.arrive is None:
-            yield self.gradients()
-            return
-        for part in self.arrivals:
-            self.arrive(2 + part.last_bucket)  # the loss was sent first
-            self.flat_gradients.publish(part.members)
-            clock.mark(Phase.EXCHANGE)
-            yield [self.sum.flat[part.elements]]
-        self.finish()
 
     def finish(self) -> None:
         """Waits until all dense gradients are summed."""

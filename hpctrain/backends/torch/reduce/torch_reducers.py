@@ -14,6 +14,7 @@ from hpctrain.backends.torch.process_groups import ProcessGroup, each_has_a_gpu,
 from hpctrain.backends.torch.reduce import allreduce, messages
 from hpctrain.backends.torch.reduce.gradients import FlatGradients, SparseGradients, as_real
 from hpctrain.backends.torch.reduce.reducer import FlatReducer, NoReducer, Reducer
+from hpctrain.backends.torch.reduce.streamed_reducer import StreamedReducer
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.config.sections import ReduceConfig
@@ -51,6 +52,8 @@ class TorchReducerFactory:
     """Parameters whose gradients stay sparse."""
     needs_norm: bool = False
     """Whether each update needs the norm of these gradients."""
+    by_parts: bool = False
+    """Whether the optimizer may update some of the parameters while gradients of others are under way."""
 
     def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
         device = next((parameter.device for _, parameter in self.model.named_parameters()), torch.device("cpu"))
@@ -96,16 +99,19 @@ class TorchReducerFactory:
             half = messages.HALVES.get(candidate.compression)
             sum_ = messages.MessageAllreduce(sender, layout, dtype, device, half)
 
+        by_parts = self.by_parts and not rows_of and all(one.dtype.to_real() == dtype for _, one in parameters)
+        arrive = sum_.arrive if by_parts and isinstance(sum_, allreduce.HostTensorAllreduce) else None
+        end = layout.length if arrive is None else layout.gradients
+
         def ready(number: int) -> None:
-            end = layout.gradients if reducer.early else layout.length
             sum_.start(layout.buckets[number].begin, min(layout.buckets[number].end, end))
 
         elsewhere = sum_.elsewhere if isinstance(sum_, messages.MessageAllreduce) else None
         gradients = FlatGradients(parameters, sum_.flat, layout, ready, config.sparse, elsewhere)
+        if arrive is not None:
+            return StreamedReducer(candidate.name, parameters, gradients, sum_, arrive)
         tables = SparseGradients(rows_of, over, dtype)
-        arrive = sum_.arrive if isinstance(sum_, allreduce.HostTensorAllreduce) and not rows_of else None
-        reducer = FlatReducer(candidate.name, parameters, gradients, sum_, tables, arrive, self.needs_norm)
-        return reducer
+        return FlatReducer(candidate.name, parameters, gradients, sum_, tables, self.needs_norm)
 
 
 def bucket_sizes(

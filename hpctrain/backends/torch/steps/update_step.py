@@ -15,7 +15,7 @@ from torch.nn import Module
 from hpctrain.backends.joint_statistics import BatchNorms
 from hpctrain.backends.torch.device import Compute
 from hpctrain.backends.torch.performance import trying
-from hpctrain.backends.torch.steps.updates import GradientAccumulation, OptimizerStep, ReducerByOptimizer
+from hpctrain.backends.torch.steps.updates import GradientAccumulation, OptimizerStep, ReducerByOptimizer, wait_for_all
 from hpctrain.backends.torch.strategies.partition import Partition
 from hpctrain.backends.torch.task.checks import try_loss
 from hpctrain.backends.torch.task.shares import ONLY
@@ -124,7 +124,7 @@ class UpdateStep:
 
     def run(self, micro_batches: Sequence[HostBatch], global_samples: int) -> UpdateResult:
         parts = self.parts
-        clock = self.parts.clock
+        clock = parts.clock
         optimizer_step = parts.optimizer_steps[ONLY]
         parts.modes.train()
         if not self.updates:
@@ -132,15 +132,12 @@ class UpdateStep:
         rehearse = functools.partial(self._rehearse, micro_batches, global_samples)
         reducer = (parts.reducers.used or parts.reducers.measured(rehearse)).of[ONLY]
         self.updates += 1
-        reducer.let_arrive_early(self.updates > 1 and optimizer_step.by_parts and not self.forward_backward.meets)
         accumulation = GradientAccumulation(reducer, optimizer_step.rule.scale, global_samples)
         with parts.batch_norms.update(len(micro_batches)):
             self.forward_backward.run(accumulation, micro_batches, clock)
             weighted = accumulation.weighted or not micro_batches  # then this rank cannot know
             step = functools.partial(optimizer_step.step_ahead, reducer, clock, weighted)
-            has_stepped = (
-                optimizer_step.can_step_ahead and not self.forward_backward.meets and reducer.before_reading(step)
-            )
+            has_stepped = optimizer_step.can_step_ahead and reducer.before_reading(step)
             totals, loss = accumulation.exchange()
         clock.mark(Phase.EXCHANGE)
         if parts.compute.device.type == "cpu":  # GPU kernels may add in any order
@@ -171,13 +168,13 @@ class UpdateStep:
         """Nothing to release."""
 
     def _rehearse(self, micro_batches: Sequence[HostBatch], global_samples: int, reducers: ReducerByOptimizer) -> None:
+        parts, reducer = self.parts, reducers.of[ONLY]
         copies = list(map(copied, micro_batches))  # a task may change its inputs in place
-        accumulation = GradientAccumulation(
-            reducers.of[ONLY], self.parts.optimizer_steps[ONLY].rule.scale, global_samples
-        )
-        with self.parts.batch_norms.update(len(copies)):
+        accumulation = GradientAccumulation(reducer, parts.optimizer_steps[ONLY].rule.scale, global_samples)
+        with parts.batch_norms.update(len(copies)):
             self.forward_backward.run(accumulation, copies, NO_CLOCK)
             accumulation.exchange()
+            wait_for_all(reducer, NO_CLOCK)
 
 
 @dataclass

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from hpctrain.backends.torch.reduce.reducer import Reducer, SummedGradients
+from hpctrain.backends.torch.reduce.reducer import Reducer
 from hpctrain.backends.torch.reduce.slots import Number
 from hpctrain.backends.torch.reduce.torch_reducers import TorchReducerFactory
+from hpctrain.backends.torch.strategies.parameter_traits import ELEMENTWISE
 from hpctrain.backends.torch.strategies.tp_group import HALVES
 from hpctrain.backends.torch.task.checks import SCALAR, has_hooks
 from hpctrain.backends.update import Decision, NotFinite, UpdateRule, decided
@@ -29,19 +30,6 @@ from hpctrain.reduce.flat_layout import SLOTS, ExchangeResult
 from hpctrain.system.array_types import Floats
 from hpctrain.system.user_errors import advice_on, advised, own_line, words
 from hpctrain.train.clock import Phase, StepClock
-
-SEPARATE = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.RMSprop,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-)
-"""Optimizers that update each parameter separately, and skip those without gradients."""
 
 
 class GradientAccumulation:
@@ -142,17 +130,12 @@ class OptimizerStep:
     train: TrainConfig
     """The run file's settings for updates."""
     rule: UpdateRule
-    total_norm: Callable[[SummedGradients], float]
+    total_norm: Callable[[Reducer], float]
     """L2 norm of the gradients of the whole model, on all ranks. Collective."""
-    complete: Callable[[SummedGradients], object] = id
+    complete: Callable[[Reducer], object] = id
     """See strategies.strategy.PreparedModel."""
-    on_device: bool = False
-    """Whether parameters are on a device that the host would wait for."""
-
-    @property
-    def by_parts(self) -> bool:
-        """Whether gradients may arrive in parts: the same on all ranks, since each arrival is collective."""
-        return type(self.optimizer) in SEPARATE and not self.rule.needs_norm
+    steps_ahead: bool = False
+    """Whether steps are launched before the host has read the loss, for which it would wait; not on CPUs."""
 
     @property
     def _is_watched(self) -> bool:
@@ -178,10 +161,10 @@ class OptimizerStep:
 
     @functools.cached_property
     def _may_step_ahead(self) -> bool:
-        skips = type(self.optimizer) in SEPARATE and getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        skips = type(self.optimizer) in ELEMENTWISE and getattr(self.optimizer, "_step_supports_amp_scaling", False)
         # Factors are rounded to the dtype of gradients, on the host to float32 at least.
         one_dtype = {one.dtype for one in self.parameters} in ({torch.float32}, {torch.float64})
-        return self.on_device and skips and one_dtype
+        return self.steps_ahead and skips and one_dtype
 
     def step_ahead(self, reducer: Reducer, clock: StepClock, weighted: bool, numbers: Tensor) -> None:
         """Launches the optimizer's step; the device skips it if loss or norm are not finite (``found_inf``).
@@ -219,25 +202,30 @@ class OptimizerStep:
             norm = self.total_norm(reducer) if self.rule.needs_norm else None
             decision = self.rule.decide(totals, norm)
         except NotFinite:
-            deque(reducer.parts(clock), 0)  # gradients that are under way arrive
+            wait_for_all(reducer, clock)
             raise
         if decision.factor is None:
             return decision
         parts = iter(()) if has_stepped else reducer.parts(clock)
         if self._is_watched:
-            deque(parts, 0)
+            wait_for_all(reducer, clock)
             parts = iter([reducer.gradients()])
         for gradients in parts:
             if decision.factor != 1 and gradients:
                 torch._foreach_mul_(gradients, decision.factor)
             self.optimizer.step()
             clock.mark(Phase.OPTIMIZER)
-        if reducer.spread():
+        if reducer.gather_parameters():
             clock.mark(Phase.EXCHANGE)
         if self.average:
             with torch.no_grad():
                 torch._foreach_lerp_(self.average, self.parameters, 1 - (self.train.ema_decay or 0))
         return decision
+
+
+def wait_for_all(reducer: Reducer, clock: StepClock) -> None:
+    """Waits for gradients that are still under way after an exchange."""
+    deque(reducer.parts(clock), 0)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from hpctrain.backends.torch.reduce.reducer import SummedGradients
+from hpctrain.backends.torch.reduce.reducer import Reducer
 from hpctrain.backends.torch.reduce.slots import norms_of
 from hpctrain.backends.torch.strategies.tp_group import TPGroup
 from hpctrain.comm.group import Group
@@ -130,7 +130,7 @@ class Partition:
         for parameter, other in zip(parameters, others, strict=True):
             parameter.data, other.data = other.data, parameter.data
 
-    def norm(self, reducer: SummedGradients) -> float:
+    def norm(self, reducer: Reducer) -> float:
         """L2 norm of all summed gradients, counting each element once; equal on all ranks. Collective."""
         return self.norm_of(reducer.summed()) if self.slices else reducer.norm()
 

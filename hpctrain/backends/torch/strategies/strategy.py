@@ -19,13 +19,13 @@ from torch.optim import Optimizer
 
 from hpctrain.backends.named_state import plain_name
 from hpctrain.backends.torch.device import Compute
-from hpctrain.backends.torch.reduce.reducer import SummedGradients
+from hpctrain.backends.torch.reduce.reducer import Reducer
 from hpctrain.backends.torch.reduce.torch_reducers import TorchReducerFactory
 from hpctrain.backends.torch.state.optimizer import OptimizerPart, Slots
 from hpctrain.backends.torch.steps.update_step import ForwardBackward, StepParts
 from hpctrain.backends.torch.steps.updates import AnyReducerFactory
 from hpctrain.backends.torch.strategies.exchange import Exchange, exchange_for, over_torch
-from hpctrain.backends.torch.strategies.parameter_traits import ParameterTraits, plain, traits_of
+from hpctrain.backends.torch.strategies.parameter_traits import ELEMENTWISE, ParameterTraits, plain, traits_of
 from hpctrain.backends.torch.strategies.partition import Partition, uncut
 from hpctrain.backends.torch.strategies.pipeline.stage_schedule import StageChoice
 from hpctrain.backends.torch.strategies.tp_group import TPGroup
@@ -139,9 +139,9 @@ class PreparedModel:
     """Makes what runs passes, replacing the model in them; None if the model itself is called."""
     num_layers: int = 0
     """See train.framework.Facts."""
-    total_norm: Callable[[Partition, SummedGradients], float] = Partition.norm
+    total_norm: Callable[[Partition, Reducer], float] = Partition.norm
     """L2 norm of the gradients of the whole model, on all ranks, of which each has a part. Collective."""
-    complete: Callable[[SummedGradients], object] = id
+    complete: Callable[[Reducer], object] = id
     """Completes the gradients that ranks have summed, before they are scaled. Collective, as passes must be then."""
     placed: Callable[[Iterable[StateTensor]], list[StateTensor]] = list
     """Selects the state that this rank saves, and sets its place in the whole."""
@@ -155,6 +155,11 @@ class PreparedModel:
     """What to say at the start; see train.framework.Facts."""
     close: Callable[[], object] = lambda: None
     """Closes exchanges that do not belong to the partition."""
+
+    @property
+    def meets(self) -> bool:
+        """Whether forward passes are collective."""
+        return self.partition.meets or self.forward_backward is not None
 
 
 Strategy: TypeAlias = Callable[[PreparedModel], PreparedModel]
@@ -181,9 +186,10 @@ def replicate(context: StrategyContext, prepared: PreparedModel) -> PreparedMode
     names, shares = context.names(), context.shares()
     slices = partition.slices
     slots = Slots({place: slices[name] for place, name in names.items() if name in slices})
-    norm = needs_norm(context, partition)
+    norm, by_parts = needs_norm(context, partition), updates_by_parts(context, prepared)
     reducers = {
-        name: TorchReducerFactory(share, config, share.those_of(sparse), norm) for name, share in shares.items()
+        name: TorchReducerFactory(share, config, share.those_of(sparse), norm, by_parts)
+        for name, share in shares.items()
     }
     return dataclasses.replace(prepared, updates=Updates(shares, names, slots, reducers))
 
@@ -191,3 +197,10 @@ def replicate(context: StrategyContext, prepared: PreparedModel) -> PreparedMode
 def needs_norm(context: StrategyContext, partition: Partition) -> bool:
     """Whether an exchange must compute the gradient norm; a partition with slices computes it itself."""
     return rule_of(context.config.train).needs_norm and not partition.slices
+
+
+def updates_by_parts(context: StrategyContext, prepared: PreparedModel) -> bool:
+    """Whether the task's optimizer may update some parameters before the gradients of others are there."""
+    task = context.task
+    is_elementwise = task.step is None and type(task.optimizer) in ELEMENTWISE
+    return is_elementwise and not prepared.meets and not rule_of(context.config.train).needs_norm

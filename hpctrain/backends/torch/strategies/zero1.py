@@ -151,7 +151,7 @@ class ShardedReducer(ByFlatGradients, Reducer):
         self.square = slots[SQUARE]
         return read_slots(slots)
 
-    def spread(self) -> bool:
+    def gather_parameters(self) -> bool:
         with torch.no_grad():
             for leaving in self.leaving:
                 copy_all(leaving, self.mine)

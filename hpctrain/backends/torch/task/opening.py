@@ -247,7 +247,7 @@ def assembled(
             rule=rule_of(train, name),
             total_norm=functools.partial(prepared.total_norm, partition),
             complete=prepared.complete,
-            on_device=compute.device.type != "cpu",
+            steps_ahead=compute.device.type != "cpu" and not prepared.meets,
         )
         for name, share in updates.shares.items()
     }

@@ -10,6 +10,7 @@ from torch import nn
 
 from hpctrain.backends.torch.reduce.gradients import FlatGradients, as_real
 from hpctrain.backends.torch.reduce.reducer import FlatReducer, NoReducer
+from hpctrain.backends.torch.reduce.streamed_reducer import StreamedReducer
 from hpctrain.errors import UserError
 from hpctrain.reduce.flat_layout import SLOTS, plan
 from hpctrain.train.clock import NO_CLOCK
@@ -36,6 +37,13 @@ class Recorder:
 def make(
     model: nn.Module, bucket: int | None = None, dtype: torch.dtype = torch.float32, apart: float = math.inf
 ) -> tuple[FlatReducer, Recorder]:
+    flat, recorder = flat_gradients(model, bucket, dtype, apart)
+    return FlatReducer("test", list(model.named_parameters()), flat, recorder), recorder
+
+
+def flat_gradients(
+    model: nn.Module, bucket: int | None, dtype: torch.dtype = torch.float32, apart: float = math.inf
+) -> tuple[FlatGradients, Recorder]:
     parameters = list(model.named_parameters())
     layout = plan([as_real(parameter).numel() for _, parameter in parameters], bucket, SLOTS, None, apart)
     recorder = Recorder(layout.length, dtype)
@@ -43,23 +51,29 @@ def make(
     def ready(number: int) -> None:
         recorder.start(layout.buckets[number].begin, layout.buckets[number].end)
 
-    return FlatReducer("test", parameters, FlatGradients(parameters, recorder.flat, layout, ready), recorder), recorder
+    return FlatGradients(parameters, recorder.flat, layout, ready), recorder
 
 
-def test_gradients_that_arrive_early_come_behind_the_loss_and_in_parts():
+def streamed(model: nn.Module) -> tuple[StreamedReducer, Recorder, list[float]]:
+    """A reducer that waits by appending to the list."""
+    flat, recorder = flat_gradients(model, 64)
+    waits: list[float] = []
+    return StreamedReducer("test", list(model.named_parameters()), flat, recorder, waits.append), recorder, waits
+
+
+def test_gradients_that_arrive_in_parts_come_behind_the_loss():
     model = network()
-    reducer, recorder = make(model, 64)
-    waited: list[float] = []
-    reducer.arrive, reducer.early = waited.append, True
+    reducer, recorder, waited = streamed(model)
+    layout = reducer.flat_gradients.layout
     for _ in range(2):
         recorder.sent.clear()
         waited.clear()
         reducer.begin()
         value = loss(model)
-        reducer.put_loss(value.detach(), None)
-        assert recorder.sent == [(len(reducer.values), len(recorder.flat))], "the loss leaves before any gradient"
+        reducer.before_backward(lambda value=value: (value.detach(), None))
+        assert recorder.sent == [(layout.gradients, layout.length)], "the loss leaves before any gradient"
         value.backward()
-        assert reducer.exchange(value.detach()).loss == pytest.approx(value.item())
+        assert reducer.exchange().loss == pytest.approx(value.item())
         assert waited == [1]
         held = []
         for (part,) in reducer.parts(NO_CLOCK):
@@ -67,9 +81,16 @@ def test_gradients_that_arrive_early_come_behind_the_loss_and_in_parts():
             assert part.numel() >= sum(list(model.parameters())[index].numel() for index in there) > 0
             held += there
         assert sorted(held) == list(range(len(list(model.parameters())))), "each parameter in one part"
-        assert len(waited) > 2 and waited[-1] == 1 + len(reducer.flat_gradients.layout.buckets)
+        assert len(waited) > 2 and waited[-1] == 1 + len(layout.buckets)
         for parameter, wanted in zip(model.parameters(), expected(), strict=True):
             torch.testing.assert_close(parameter.grad, wanted)
+
+
+def test_a_rank_without_samples_sends_its_loss_in_the_exchange():
+    reducer, recorder, _ = streamed(network())
+    reducer.begin()
+    assert reducer.exchange(0.25).loss == 0.25
+    assert recorder.sent[0] == (reducer.flat_gradients.layout.gradients, reducer.flat_gradients.layout.length)
 
 
 def network() -> nn.Sequential:
@@ -90,15 +111,13 @@ def expected(seeds: tuple[int, ...] = (1,)) -> list[torch.Tensor]:
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
-def test_numbers_are_shown_before_they_are_read_unless_gradients_arrive_later():
+def test_numbers_are_shown_before_they_are_read():
     model = network()
     reducer, _ = make(model)
     reducer.needs_norm = True
     shown: list[torch.Tensor] = []
-    for early in (True, False):
-        reducer.early = early
-        reducer.begin()
-        assert reducer.before_reading(shown.append) is not early
+    reducer.begin()
+    assert reducer.before_reading(shown.append)
     value = loss(model)
     value.backward()
     reducer.exchange(value.detach(), torch.tensor(0.5))

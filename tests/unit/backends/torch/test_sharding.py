@@ -142,7 +142,7 @@ def test_a_rank_may_update_nothing_or_everything():
             arriving=[torch.ones(2)] * len(theirs),
             sums=SimpleNamespace(gather=lambda: None),
         )
-        assert ShardedReducer.spread(cast(ShardedReducer, reducer))
+        assert ShardedReducer.gather_parameters(cast(ShardedReducer, reducer))
         return theirs
 
     assert ended([torch.ones(2)], []) == []

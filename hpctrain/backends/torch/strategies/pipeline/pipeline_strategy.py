@@ -11,7 +11,7 @@ import numpy as np
 from torch.nn import Module
 
 from hpctrain.backends.named_state import parameter_of, plain_name
-from hpctrain.backends.torch.reduce.reducer import SummedGradients
+from hpctrain.backends.torch.reduce.reducer import Reducer
 from hpctrain.backends.torch.strategies.estimated import Estimated
 from hpctrain.backends.torch.strategies.memory_estimate import MemoryEstimate, of_state
 from hpctrain.backends.torch.strategies.partition import Partition
@@ -108,7 +108,7 @@ def divide(context: StrategyContext, stages: Stages, prepared: PreparedModel) ->
     root = StageModel(model, own)
     waiting = Waiting(context.clock, Neighbours.PIPELINE)
 
-    def total_norm(partition: Partition, reducer: SummedGradients) -> float:
+    def total_norm(partition: Partition, reducer: Reducer) -> float:
         norm = tied.norm(partition, reducer) if tied.holders else partition.norm(reducer)
         with waiting:
             squares = world.pipeline.gather(np.array([norm * norm]), "add up the squares of the gradients")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hpctrain.backends.torch.reduce.reducer import SummedGradients
+from hpctrain.backends.torch.reduce.reducer import Reducer
 from hpctrain.backends.torch.strategies.exchange import Exchange
 from hpctrain.backends.torch.strategies.partition import Partition
 from hpctrain.backends.torch.strategies.pipeline.stage import TIED
@@ -27,7 +27,7 @@ class Tied:
     messages: Exchange
     """Exchanges tensors between the stages."""
 
-    def add(self, reducer: SummedGradients) -> None:
+    def add(self, reducer: Reducer) -> None:
         """Sums the gradients of copies, which are sums over data-parallel ranks already. Collective.
 
         They are added in the order of stages, so copies stay bitwise equal.
@@ -56,7 +56,7 @@ class Tied:
         if found:
             reducer.forget_norm()
 
-    def norm(self, partition: Partition, reducer: SummedGradients) -> float:
+    def norm(self, partition: Partition, reducer: Reducer) -> float:
         """L2 norm of this stage's gradients; that of copies counts on the first stage that has one.
 
         Args:
