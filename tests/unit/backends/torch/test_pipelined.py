@@ -18,7 +18,7 @@ from hpctrain.backends.joint_statistics import BatchNorms
 from hpctrain.backends.torch.device import Compute
 from hpctrain.backends.torch.reduce.reducer import NoReducer
 from hpctrain.backends.torch.state.tensors import TorchTensor
-from hpctrain.backends.torch.steps.update_step import Modes, Parts
+from hpctrain.backends.torch.steps.update_step import Modes, StepParts
 from hpctrain.backends.torch.steps.updates import GradientAccumulation
 from hpctrain.backends.torch.strategies.exchange import HostExchange
 from hpctrain.backends.torch.strategies.partition import uncut
@@ -54,11 +54,11 @@ def test_layers_that_fail_are_named_with_their_line():
         stages_of(task, task.model, 2, 1)
 
 
-def parts_of(task: TorchTask, model: nn.Module) -> Parts:
+def parts_of(task: TorchTask, model: nn.Module) -> StepParts:
     """What a pipeline shares with other programs."""
     nothing: Any = None
     modes = Modes(model)
-    return Parts(
+    return StepParts(
         task, model, {}, alone(), Compute(CPU), NO_CLOCK, modes, uncut(), BatchNorms(), {}, nothing, nullcontext
     )
 
