@@ -192,6 +192,8 @@ class Normalized(torch.autograd.Function):
         return of_input, of_weight, of_bias, None, None
 
 
+NEXT_TO_NONE = 1e-30
+"""In place of a count of 0, by which PyTorch's kernel would divide if the first ranks have no values."""
 WHAT = "exchange BatchNorm statistics"
 """Completes "waited for the other ranks to ..." in errors."""
 
@@ -260,8 +262,11 @@ class OnGpus(torch.autograd.Function):
     ) -> Tensor:
         input = input if is_channels_last(input) else input.contiguous()
         channels = input.shape[1]
-        mean, inverse = torch.batch_norm_stats(input, eps)
-        count = mean.new_full((1,), input.numel() // channels)
+        if input.numel():
+            mean, inverse = torch.batch_norm_stats(input, eps)
+        else:  # kernels cannot be launched for nothing
+            mean, inverse = wide(input).new_zeros(channels), wide(input).new_ones(channels)
+        count = mean.new_full((1,), input.numel() // channels or NEXT_TO_NONE)
         means, inverses, counts = on_device.gather(torch.cat([mean, inverse, count])).split([channels, channels, 1], 1)
         counts = counts.flatten()
         if input.numel() < 2 * channels and counts.sum() < 2:  # read only by ranks that may have the only value
@@ -276,7 +281,7 @@ class OnGpus(torch.autograd.Function):
                 own.copy_(updated)
         ctx.save_for_backward(input, weight, mean, inverse, counts.to(torch.int32))
         ctx.on_device, ctx.has_bias = on_device, bias is not None
-        return torch.batch_norm_elemt(input, weight, bias, mean, inverse, eps)
+        return torch.batch_norm_elemt(input, weight, bias, mean, inverse, eps) if input.numel() else input.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -284,18 +289,23 @@ class OnGpus(torch.autograd.Function):
         input, weight, mean, inverse, counts = ctx.saved_tensors
         gradient = gradient if is_channels_last(gradient) else gradient.contiguous()
         of_input, of_weight, of_bias = ctx.needs_input_grad[:3]
-        total, total_scaled, for_weight, for_bias = torch.batch_norm_backward_reduce(
-            gradient, input, mean, inverse, weight, of_input, of_weight, of_bias
-        )
+        if input.numel():
+            total, total_scaled, for_weight, for_bias = torch.batch_norm_backward_reduce(
+                gradient, input, mean, inverse, weight, of_input, of_weight, of_bias
+            )
+        else:
+            total, total_scaled, for_weight, for_bias = mean.new_zeros(4, len(mean))
         for_input = None
         if of_input:
             sums = torch.cat([total, total_scaled])
             ctx.on_device.add(sums)
             total, total_scaled = sums.chunk(2)
             weight = weight if weight is None else weight.to(mean.dtype)
-            for_input = torch.batch_norm_backward_elemt(
-                gradient, input, mean, inverse, weight, total, total_scaled, counts
-            )
+            for_input = gradient
+            if input.numel():
+                for_input = torch.batch_norm_backward_elemt(
+                    gradient, input, mean, inverse, weight, total, total_scaled, counts
+                )
         has_weight = weight is not None and of_weight
         return for_input, for_weight if has_weight else None, for_bias if of_bias else None, *[None] * 5
 

@@ -158,6 +158,7 @@ def spread(channels: Tensor, like: Tensor) -> Tensor:
 
 
 def stats(values: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    assert values.numel(), "CUDA launches no kernel of no blocks"
     variance, mean = torch.var_mean(values, [0, *range(2, values.ndim)], correction=0)
     return mean, (variance + eps).rsqrt()
 
@@ -173,9 +174,12 @@ def gather_stats(
     counts: Tensor,
 ) -> tuple[Tensor, Tensor]:
     assert mean is None or mean.dtype == variance.dtype == counts.dtype, "as CUDA demands"
-    shares = (counts / counts.sum())[:, None]
-    joint_mean = (shares * means).sum(0)
-    joint_variance = (shares * (inverses**-2 - eps + (means - joint_mean) ** 2)).sum(0)
+    total, joint_mean, joint_variance = counts.new_zeros(()), torch.zeros_like(means[0]), torch.zeros_like(means[0])
+    for count, own, inverse in zip(counts, means, inverses, strict=True):  # as CUDA does, and no count may be 0
+        share = count / (total + count)
+        squares = (inverse**-2 - eps) * share + (own - joint_mean) ** 2 * share * (1 - share)
+        joint_variance = joint_variance * (1 - share) + squares
+        joint_mean, total = joint_mean * (1 - share) + own * share, total + count
     if mean is not None:
         mean.lerp_(joint_mean, momentum)
         variance.lerp_(joint_variance * counts.sum() / (counts.sum() - 1), momentum)
@@ -183,11 +187,13 @@ def gather_stats(
 
 
 def elemt(values: Tensor, weight: Any, bias: Any, mean: Tensor, inverse: Tensor, eps: float) -> Tensor:
+    assert values.numel(), "CUDA launches no kernel of no blocks"
     found = (values - spread(mean, values)) * spread(inverse, values)
     return found if weight is None else found * spread(weight, values) + spread(bias, values)
 
 
 def backward_reduce(slopes: Tensor, values: Tensor, mean: Tensor, inverse: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    assert values.numel(), "CUDA launches no kernel of no blocks"
     axes = [0, *range(2, values.ndim)]
     total, scaled = slopes.sum(axes), (slopes * (values - spread(mean, values))).sum(axes)
     return total, scaled, scaled * inverse, total
@@ -203,6 +209,7 @@ def backward_elemt(
     scaled: Tensor,
     counts: Any,
 ) -> Tensor:
+    assert values.numel(), "CUDA launches no kernel of no blocks"
     count = counts.sum()
     centred = values - spread(mean, values)
     found = slopes - spread(total / count, values) - centred * spread(inverse**2 * scaled / count, values)
@@ -248,7 +255,8 @@ def test_gpus_normalise_over_the_samples_of_all_ranks(affine, monkeypatch):
         monkeypatch.setattr(torch, f"batch_norm_{name}", functools.partial(called, name, kernel))
     torch.manual_seed(1)
     values = torch.randn(7, 3, 2, 2, dtype=torch.float64) + 2
-    parts, whole = [slice(0, 1), slice(1, 4), slice(4, 7)], nn.BatchNorm2d(3, affine=affine).double()
+    parts = [slice(0, 0), slice(0, 1), slice(1, 4), slice(4, 4), slice(4, 7)]
+    whole = nn.BatchNorm2d(3, affine=affine).double()
     layers = [copy.deepcopy(whole) for _ in parts]
     wanted = passes(whole, values, contextlib.nullcontext())
     slopes = torch.arange(values.numel()).view_as(values).double()
@@ -261,7 +269,7 @@ def test_gpus_normalise_over_the_samples_of_all_ranks(affine, monkeypatch):
             (outputs * slopes[parts[group.rank]]).sum().backward()
         return [outputs.detach(), own.grad, *(parameter.grad for parameter in layer.parameters())]
 
-    found = in_threads(3, one)
+    found = in_threads(len(parts), one)
     for index, expected in enumerate(wanted[: 4 if affine else 2]):
         columns = [rank[index] for rank in found]
         joined = torch.cat(columns) if index < 2 else torch.stack(columns).sum(0)  # gradients are summed later
