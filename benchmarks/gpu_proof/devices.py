@@ -11,6 +11,8 @@ from benchmarks.gpu_proof.machine import device_of
 from benchmarks.gpu_proof.rows import Figures, Setting, Skipped, require
 
 BUSY_S = 2.0
+LEAVE_S = 10.0
+"""Longest time in which a rank that fails leaves its process group."""
 
 
 def links(setting: Setting) -> Figures:
@@ -97,3 +99,26 @@ def hang(setting: Setting) -> Figures:
     found = who_is_missing(read(run, 1, range(world.size)))
     require("rank 1 did not join all_reduce" in found, f"the missing rank is not named: {found!r}")
     return {"sentence": found, "dumps": len(os.listdir(run.monitor))}
+
+
+def fails(setting: Setting) -> Figures:
+    """Lets both ranks fail, while rank 0's GPU waits for a sum that rank 1 never joins."""
+    if not setting.on_gpu:
+        raise Skipped("needs a GPU")
+    import torch
+
+    from hpctrain.backends.torch.process_groups import peers_of
+    from hpctrain.comm.world import connect
+
+    world, device = connect(), device_of(setting.on_gpu)
+    values, began = torch.ones(2**20, device=device), 0.0
+    with suppress(ArithmeticError), closing(peers_of(world.data, device)) as peers:
+        peers.sum(values, "begin")()
+        torch.cuda.synchronize()
+        if world.rank == 0:
+            peers.sum(values, "wait for rank 1")()
+        began = time.monotonic()
+        raise ArithmeticError
+    seconds = time.monotonic() - began
+    require(seconds < LEAVE_S, f"rank {world.rank} left its process group after {seconds:.0f} s")
+    return {"left_after_s": seconds}

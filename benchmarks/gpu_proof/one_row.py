@@ -13,6 +13,7 @@ import traceback
 from pathlib import Path
 
 from benchmarks.gpu_proof.rows import PACKAGE, ROWS, Setting, Skipped, Wrong
+from hpctrain.system import python
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 SEVERAL_ON_ONE_GPU = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
@@ -53,4 +54,4 @@ def main(name: str, folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], Path(sys.argv[2])))
+    python.leave(main(sys.argv[1], Path(sys.argv[2])))

@@ -80,6 +80,7 @@ def _rows() -> list[Row]:
             "overlap:waits", 2),
         Row("nccl-overlap-2", "the first message is under way before backward's last kernel", "overlap:overlap", 2),
         Row("devices-hang-2", "the flight recorder names the rank that is late for a collective", "devices:hang", 2),
+        Row("devices-fail-2", "a rank that fails does not wait for the others to leave NCCL", "devices:fails", 2),
         Row("checkpoint-resume", "interrupted and resumed in bf16 with dropout, bit for bit", "checkpoint:resume"),
         Row("nccl-speed-2", "peak memory and step next to DDP with bucket views and a bare loop, on one GPU",
             "overlap:speed", 2, 180, alone=True),

@@ -4,6 +4,7 @@
 would shadow it; -P leaves the folder out.
 """
 
+import atexit
 import os
 import sys
 import sysconfig
@@ -46,16 +47,24 @@ def stay_findable() -> None:
         os.environ[SEARCH_PATH] = environment()[SEARCH_PATH]
 
 
+AT_ONCE = threading.Event()
+"""Set if destructors at exit could wait without end."""
+
+
 def leave(code: int) -> NoReturn:
     """Ends this process; after a failure without waiting for threads that the user's code has left behind."""
     others = [each for each in threading.enumerate() if each is not threading.main_thread() and not each.daemon]
+    left = False
     if code not in (0, 75):
         for each in others:
             each.join(THREAD_GRACE_S)
-        if any(each.is_alive() for each in others):
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+        left = any(each.is_alive() for each in others)
+    if AT_ONCE.is_set() and not left:
+        atexit._run_exitfuncs()  # MPI's among them
+    if AT_ONCE.is_set() or left:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
 
 

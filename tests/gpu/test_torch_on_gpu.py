@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.command import endings, hpctrain, misbehaving_run, refused
 from tests.support.mpi import printed
 
 pytestmark = pytest.mark.gpu
@@ -73,3 +74,24 @@ def test_layers_and_stages_are_shared_out_over_four_gpus(tmp_path):
     for plan in found.values():
         assert plan["opened"]
         assert plan["difference"] <= 1e-9, "in float64, whose sums a GPU may form in another order"
+
+
+OTHER_HOSTS = """
+import os
+
+from tests.dist.programs.launch_task import task as misbehaving
+
+def task(world, **options):
+    os.environ.update(NCCL_HOSTID=str(world.rank), NCCL_NET="Socket", NCCL_SOCKET_IFNAME="lo")
+    return misbehaving(world, **options)
+"""
+"""A task whose ranks NCCL takes for those of several hosts, so that they may share a GPU."""
+
+
+@pytest.mark.world_size(2)
+def test_a_rank_that_fails_ends_the_run_though_the_other_waits_in_nccl(tmp_path):
+    run_file = misbehaving_run(tmp_path, "raise", reduce={"kind": "nccl"})
+    (tmp_path / "other_hosts.py").write_text(OTHER_HOSTS)
+    said = hpctrain("run", "-n", 2, run_file, "--task", f"{tmp_path}/other_hosts.py:task", code=None)
+    refused(said, 70, "rank 1", "ValueError: bad sample")
+    assert endings(tmp_path / "run") == ["taken_down", "failed"]

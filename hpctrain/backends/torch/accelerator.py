@@ -7,6 +7,7 @@ PyTorch calls NVIDIA's devices ``cuda``, AMD's too (its ROCm builds), and Intel'
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
@@ -66,7 +67,13 @@ def require_usable(gpus: Sequence[Gpu]) -> None:
 
 
 HIDE = {"NVIDIA": "CUDA_VISIBLE_DEVICES", "AMD": "ROCR_VISIBLE_DEVICES", "Intel": "ZE_AFFINITY_MASK"}
-"""Environment variable that hides a vendor's GPUs if it is empty."""
+"""Environment variable that hides a vendor's GPUs if its first word names none."""
+
+
+def are_hidden(vendor: str) -> bool:
+    """Whether the environment hides a vendor's GPUs: by nothing, ``-1``, or ``NoDevFiles``, as Slurm does."""
+    named = os.environ.get(HIDE[vendor])
+    return named is not None and not re.match(r"\s*(\d|GPU-|MIG-)", named)
 
 
 def pick(local_rank: int) -> torch.device:
@@ -76,7 +83,7 @@ def pick(local_rank: int) -> torch.device:
     """
     devices = available()
     if not devices:
-        require_usable([gpu for gpu in usable_gpus() if os.environ.get(HIDE[gpu.vendor]) != ""])
+        require_usable([gpu for gpu in usable_gpus() if not are_hidden(gpu.vendor)])
         return torch.device("cpu")
     device = devices[local_rank % len(devices)]
     select(device)
@@ -178,11 +185,10 @@ def set_random_state(device: torch.device, state: Tensor) -> None:
 
 
 def identity(device: torch.device) -> str:
-    """What distinguishes a device from others of its host, by UUID and PCI address: the two dies of an MI250X may share
-    a UUID. By its index if this PyTorch knows neither."""
+    """What distinguishes a device from others of its host, as for NCCL: its PCI address, which instances of one GPU
+    (MIG) share and the two dies of an MI250X do not. By UUID, or index, if this PyTorch does not know it."""
     known = api(device).get_device_properties(device)
-    names = [str(getattr(known, name)) for name in ("uuid", "pci_bus_id") if hasattr(known, name)]
-    return " ".join(names) or f"{device.type} {device.index or 0}"
+    return pci_address(device) or str(getattr(known, "uuid", f"{device.type} {device.index or 0}"))
 
 
 def name(device: torch.device) -> str:

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from hpctrain.comm.group import TIMEOUT_S, Group
 from hpctrain.comm.imagined import Imagined
 from hpctrain.comm.world import World
 from hpctrain.errors import RunFailed, UserError
+from hpctrain.system import python
 from hpctrain.system.address import interface_of, interfaces, listen, meeting_address, routed_address
 from hpctrain.system.processes import threads_sleep
 
@@ -275,6 +277,8 @@ class ProcessGroup:
         self.users -= 1
         if not self.users:
             del OPEN[self.group]
+            if is_left_open(self.device):
+                return
             accelerator.synchronize(self.device)
             for name in ("shutdown", "_shutdown"):  # PyTorch 2.6 has the second one for NCCL, and none for gloo
                 if hasattr(self.ranks, name):
@@ -331,6 +335,18 @@ class ProcessGroup:
                 f"ranks to {what}: {str(error).strip().splitlines()[0]}",
                 "look for the rank that ended, or never arrived, in the logs of the run folder",
             ) from error
+
+
+def is_left_open(device: torch.device) -> bool:
+    """Whether to leave a process group open, as this rank fails; the process then ends without its destructor.
+
+    Closing waits for collectives that other ranks may never enter, and NCCL also for the node's other ranks
+    (ncclCommDestroy), while these wait for this one: its error would not be reported, and nobody would end them.
+    """
+    if device.type == "cpu" or sys.exc_info()[0] is None:
+        return False
+    python.AT_ONCE.set()
+    return True
 
 
 OPEN: WeakKeyDictionary[Group, ProcessGroup] = WeakKeyDictionary()
@@ -413,7 +429,7 @@ class DefaultGroup:
                 "the task has opened torch.distributed, which this parallel.shard opens itself",
                 "leave torch.distributed.init_process_group out of the task",
             )
-        self.word, self.is_open = word_of(device), True
+        self.word, self.device, self.is_open = word_of(device), device, True
         if isinstance(group, Imagined):
             dist.init_process_group("fake", rank=group.rank, world_size=group.size)
             return
@@ -438,6 +454,6 @@ class DefaultGroup:
 
     def close(self) -> None:
         """Closes it on this rank."""
-        if self.is_open:
+        if self.is_open and not is_left_open(self.device):
             self.is_open = False
             dist.destroy_process_group()

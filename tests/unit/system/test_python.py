@@ -15,3 +15,13 @@ def test_a_failed_process_does_not_wait_for_threads_that_the_task_has_left(code,
     program = THREAD.format(sleeps) + LEAVE.format(code)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (code, "said\n")
+
+
+def test_a_failed_process_may_end_without_destructors():
+    """As those of NCCL wait for other ranks. MPI's exit function is called, or mpirun would report a crash."""
+    kept = "import atexit; atexit.register(print, 'finalized'); kept = type('', (), {'__del__': print})(); "
+    at_once = "from hpctrain.system import python; python.AT_ONCE.set(); "
+    for set_up, said in (("", "finalized\n\n"), (at_once, "finalized\n")):
+        program = kept + set_up + LEAVE.format(70)
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout) == (70, said)

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from hpctrain.backends.torch import accelerator
+from hpctrain.backends.torch.process_groups import is_left_open
 from hpctrain.comm.group import Group
 from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.flat_layout import Layout
@@ -76,8 +77,9 @@ class StagedTensorAllreduce:
         self.flat.copy_(self.staging, non_blocking=True)
 
     def close(self) -> None:
-        accelerator.synchronize(self.flat.device)
-        accelerator.unpin(self.staging.data_ptr(), self.flat.device)
+        if not is_left_open(self.flat.device):
+            accelerator.synchronize(self.flat.device)
+            accelerator.unpin(self.staging.data_ptr(), self.flat.device)
         self.host.close()
 
 

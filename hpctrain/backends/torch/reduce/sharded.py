@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 
 from hpctrain.backends.torch import accelerator
-from hpctrain.backends.torch.process_groups import ProcessGroup
+from hpctrain.backends.torch.process_groups import ProcessGroup, is_left_open
 from hpctrain.backends.torch.reduce.sharded_exchange import SEND, ShardedExchange
 from hpctrain.backends.torch.reduce.slots import Number, fill_slots
 from hpctrain.reduce.flat_layout import SQUARE, Layout
@@ -73,8 +73,9 @@ class StagedSharded(HostSharded):
             self.flat[theirs].copy_(self.staging[theirs])
 
     def _close(self) -> None:
-        accelerator.synchronize(self.flat.device)
-        accelerator.unpin(self.staging.data_ptr(), self.flat.device)
+        if not is_left_open(self.flat.device):
+            accelerator.synchronize(self.flat.device)
+            accelerator.unpin(self.staging.data_ptr(), self.flat.device)
         self.host.close()
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +29,7 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.world import alone
 from hpctrain.config.sections import TrainConfig
 from hpctrain.errors import UserError
+from hpctrain.system import python
 from hpctrain.system.gpus import Gpu
 from hpctrain.train.clock import NO_CLOCK, Neighbours, Waiting
 from hpctrain.train.stateful import value_of
@@ -99,16 +102,28 @@ def test_pytorch_2_6_raises_if_there_is_none(without, cuda, vendor, monkeypatch)
     assert (accelerator.pick(0), accelerator.vendor()) == (torch.device("cpu"), vendor)
 
 
-@pytest.mark.parametrize("known", [{}, {"uuid": "0"}, {"uuid": "0", "pci_bus_id": 3}])
-def test_devices_of_two_hosts_differ_whatever_pytorch_knows_of_them(known, monkeypatch):
+ADDRESS = {"pci_domain_id": 9, "pci_bus_id": 1, "pci_device_id": 0}
+
+
+def for_nccl(known: dict[str, Any], host: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Identity of a device of which PyTorch knows this."""
     monkeypatch.delenv("NCCL_HOSTID", raising=False)
     api = SimpleNamespace(get_device_properties=lambda device: SimpleNamespace(**known))
     monkeypatch.setattr(accelerator, "api", lambda device: api)
-    found = set()
-    for host in ("n1", "n2", "n2"):
-        monkeypatch.setattr("hpctrain.backends.torch.device.socket.gethostname", lambda host=host: host)
-        found.add(gpu_for_nccl(torch.device("xpu", 0)))
-    assert len(found) == 2
+    monkeypatch.setattr("hpctrain.backends.torch.device.socket.gethostname", lambda: host)
+    return gpu_for_nccl(torch.device("xpu", 0))
+
+
+@pytest.mark.parametrize("known", [{}, {"uuid": "0"}, {"uuid": "0", **ADDRESS}])
+def test_devices_of_two_hosts_differ_whatever_pytorch_knows_of_them(known, monkeypatch):
+    assert len({for_nccl(known, host, monkeypatch) for host in ("n1", "n2", "n2")}) == 2
+
+
+def test_instances_of_one_gpu_are_one_device_for_nccl(monkeypatch):
+    """It compares PCI addresses; these of a node with a domain for each GPU have the same bus."""
+    every = [{"uuid": "MIG-1", **ADDRESS}, {"uuid": "MIG-2", **ADDRESS}, {"uuid": "3", **ADDRESS, "pci_domain_id": 25}]
+    first, same, other = (for_nccl(known, "n1", monkeypatch) for known in every)
+    assert first == same != other
 
 
 def test_a_tensor_on_the_host_is_sent_by_way_of_the_device():
@@ -136,14 +151,37 @@ def test_a_process_group_is_closed_whatever_pytorch_calls_that(name):
     assert ended == ([name] if "shutdown" in name else []) and group not in OPEN
 
 
+def test_a_rank_that_fails_waits_for_no_other_on_its_gpu(monkeypatch):
+    """NCCL closes a group together with the node's other ranks, which may wait for this one in a collective."""
+    ended: list[str] = []
+    monkeypatch.setattr(accelerator, "synchronize", lambda device: ended.append("synchronize"))
+    monkeypatch.setattr(python, "AT_ONCE", threading.Event())
+    ranks, group = SimpleNamespace(shutdown=lambda: ended.append("shutdown")), Group("data")
+
+    def use(error: Exception | None) -> None:
+        OPEN[group] = ProcessGroup(group, ranks, torch.device("cuda", 0))
+        with contextlib.suppress(ValueError), closing(OPEN[group].shared()):
+            if error is not None:
+                raise error
+
+    use(ValueError("of the task"))
+    assert ended == [] and group not in OPEN and python.AT_ONCE.is_set()
+    use(None)
+    assert ended == ["synchronize", "shutdown"]
+
+
 def test_gpus_that_pytorch_cannot_use_are_an_error_unless_they_are_hidden(without, monkeypatch):
     without += [Gpu("AMD", Path("a")), Gpu("AMD", Path("b"))]
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
     with pytest.raises(UserError, match=r"has 2 GPUs of AMD, and PyTorch .* is built for CPUs") as error:
         accelerator.pick(0)
     assert error.value.fix.endswith("export ROCR_VISIBLE_DEVICES=")
-    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "")
-    assert accelerator.pick(0) == torch.device("cpu")
+    for hidden in ("", "-1", "NoDevFiles"):
+        monkeypatch.setenv("ROCR_VISIBLE_DEVICES", hidden)
+        assert accelerator.pick(0) == torch.device("cpu")
+    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(UserError):
+        accelerator.pick(0)
 
 
 def test_a_driver_that_is_too_old_is_told(without, monkeypatch):
