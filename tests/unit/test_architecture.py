@@ -56,7 +56,7 @@ permission."""
 
 TOKENS: dict[str, int] = {
     "errors": 1060,
-    "system": 14317,
+    "system": 14353,
     "config": 11695,
     "comm": 6112,
     "run": 26263,
@@ -64,7 +64,7 @@ TOKENS: dict[str, int] = {
     "reduce": 11444,
     "train": 14657,
     "tasks": 7606,
-    "backends": 126310,
+    "backends": 126515,
     "checkpoint": 52172,
     "monitor": 32321,
     "track": 6496,
