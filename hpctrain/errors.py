@@ -137,6 +137,13 @@ class StoreDown(RunFailed):
     """A store or file server does not answer at the moment."""
 
 
+class NotAllowed(RunFailed):
+    """A file that this user may not write, which running again does not cure: exit code 64."""
+
+    exit_code = ExitCode.USER_ERROR
+    code = Code.USER_ERROR
+
+
 class NoRequeue(HpctrainError):
     """The run broke in a way that running again will not cure: exit code 76."""
 

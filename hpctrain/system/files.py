@@ -18,7 +18,7 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from hpctrain.errors import RunFailed, file_errors
+from hpctrain.errors import NotAllowed, RunFailed, file_errors
 
 FILE_MODE, FOLDER_MODE = 0o664, 0o775
 """Modes before the umask; nothing is made writable by everyone."""
@@ -290,6 +290,10 @@ def cannot_write(path: Path, error: OSError) -> RunFailed:
     """Makes the user's error from an OSError."""
     if isinstance(error, Diverted):
         return RunFailed(f"cannot write {path}: {error.strerror}", "remove what is in its place; nothing is lost")
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return NotAllowed(
+            f"cannot write {path}: {error.strerror}", "ask its owner for the permission, or set another run_dir"
+        )
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     fix = "free space or raise the quota there" if full else "check that the folder exists and may be written"
     return RunFailed(f"cannot write {path}: {error.strerror}", f"{fix}, then run the same command again")

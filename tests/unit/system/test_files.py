@@ -143,6 +143,15 @@ def refusing(code: int) -> Callable[..., int]:
     return call
 
 
+@pytest.mark.parametrize(("code", "exit_code"), [(errno.EACCES, 64), (errno.EPERM, 64), (errno.ENOSPC, 70)])
+def test_a_file_that_this_user_may_not_write_is_not_tried_again(run, monkeypatch, code, exit_code):
+    """As in the run folder of another user, who has not shared it."""
+    monkeypatch.setattr(os, "open", refusing(code))
+    with pytest.raises(RunFailed, match="cannot write") as error:
+        files.write_atomically(run / "2.json", b"{}", run)
+    assert (error.value.exit_code, "run_dir" in error.value.fix) == (exit_code, exit_code == 64)
+
+
 @pytest.mark.parametrize("links", [True, False])
 def test_a_file_that_nothing_can_be_written_to_is_not_left_empty(run, monkeypatch, links):
     if not links:
