@@ -53,7 +53,10 @@ class Replica:
         self.store = store
         self.listener = listener
         self.token = token
+        self.next: tuple[str, int] | None = None
+        """Address and port of the next node; None if closed."""
         self.stream: socket.socket | None = None
+        """None before ``connect``, and after an error in the middle of a shard: the other side waits for the rest."""
         self.incoming: list[socket.socket] = []
 
     def start(self) -> None:
@@ -62,22 +65,33 @@ class Replica:
 
     def connect(self, address: str, port: int) -> None:
         """Connect to the next node. Raises OSError."""
-        self.stream = socket.create_connection((address, port), GREETING_S)
+        self.next = address, port
+        self.stream = socket.create_connection(self.next, GREETING_S)
         shake_hands(self.stream, self.token, calls=True)
         self.stream.settimeout(SILENCE_S)
 
     def send(self, path: Path) -> None:
         """Send a shard; returns when the next node has stored it. Raises OSError."""
-        assert self.stream, "it is connected"
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            tell(self.stream, [path.parent.name, path.name, size])
-            self.stream.sendfile(file)
-        if problem := hear(self.stream):
+        if self.stream is None and self.next is not None:
+            self.connect(*self.next)
+        if self.stream is None:
+            raise ConnectionError("no connection to the next node")
+        try:
+            with open(path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                tell(self.stream, [path.parent.name, path.name, size])
+                self.stream.sendfile(file)
+            problem = hear(self.stream)
+        except (OSError, ValueError):
+            self.stream.close()
+            self.stream = None
+            raise
+        if problem:
             raise OSError(f"the copy on the next node: {problem}")
 
     def close(self) -> None:
         """Close the connections, which ends the threads."""
+        self.next = None
         for stream in (self.listener, self.stream, *list(self.incoming)):
             if stream:
                 with contextlib.suppress(OSError):

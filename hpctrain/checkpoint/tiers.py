@@ -35,6 +35,10 @@ from hpctrain.train.hooks import Training
 from hpctrain.train.state import StateTensor
 
 
+FAILURES = 3
+"""Snapshots in a row that fail until a tier is given up: that a call fails once, or room is scarce, may pass."""
+
+
 @dataclass
 class Tier:
     """Snapshots in one location of the node: memory or scratch disk."""
@@ -48,7 +52,9 @@ class Tier:
     copies: int = 0
     """Number of copies on other nodes."""
     saver: Saver | None = None
-    """None before the resume, and after a snapshot has failed."""
+    """None before the resume, and after FAILURES."""
+    failed: int = 0
+    """Snapshots in a row that have failed."""
     replica: Replica | None = None
     cost: Cost | None = None
     """Cost of the last snapshot."""
@@ -86,7 +92,8 @@ class Tier:
         outcome = self.saver.advance(agreed) if self.saver else None
         if outcome:
             self.cost = Cost(outcome.stall_s, outcome.write_s)
-            if outcome.error:
+            self.failed = self.failed + 1 if outcome.error else 0
+            if self.failed == FAILURES:
                 self.close()
         return outcome
 
@@ -179,15 +186,17 @@ class Tiers(CheckpointPlace):
         return {"tiers": tuple(tier.vote(decides=self.world.rank == 0) for tier in self.tiers)}
 
     def advance(self, agreed: StepVote, step: int) -> Iterator[Event | str]:
-        """Advance the snapshots in flight. A tier that fails is disabled for this attempt."""
-        ended = [(tier.name, tier.advance(vote)) for tier, vote in zip(self.tiers, agreed.tiers, strict=False)]
-        for name, outcome in ended:  # none before the first vote
+        """Advance the snapshots in flight. A tier that fails repeatedly is disabled for this attempt."""
+        ended = [(tier, tier.advance(vote)) for tier, vote in zip(self.tiers, agreed.tiers, strict=False)]
+        for tier, outcome in ended:  # none before the first vote
+            name = tier.name
             if outcome is None:
                 continue
             if outcome.is_final:
                 outcome.path_or_raise()
             if outcome.error:
-                yield f"checkpoint.tiers.{name} is not used any more: {outcome.error}"
+                left = "is not used any more" if tier.saver is None else f"lacks the snapshot of step {outcome.step}"
+                yield f"checkpoint.tiers.{name} {left}: {outcome.error}"
                 continue
             bytes_ = outcome.num_bytes
             stall_s = outcome.stall_s

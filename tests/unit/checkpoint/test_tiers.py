@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import math
 import os
 import shutil
@@ -429,6 +430,27 @@ def test_a_partner_without_room_is_said_and_a_stranger_gets_nothing(tmp_path, mo
     assert said.count("checkpoint.tiers.memory is not used any more: ") == 1
     assert "the copy on the next node: [Errno 28] No space left" in said
     assert list((tmp_path / "n1").iterdir()) == []
+
+
+@pytest.mark.parametrize("call", ["write_at", "hear"])
+def test_a_copy_that_fails_once_costs_one_snapshot(call, tmp_path, monkeypatch, capsys):
+    """Be it on the partner's disk, or that the connection breaks."""
+    nodes = Nodes(tmp_path, monkeypatch, 2, copies=1)
+    own, calls = getattr(replica, call), itertools.count()
+
+    def fails_once(*given):
+        if next(calls) == 0:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return own(*given)
+
+    monkeypatch.setattr(replica, call, fails_once)
+    nodes.loses_a_rank(48)
+    said = capsys.readouterr().out
+    assert "not used any more" not in said
+    assert said.count("checkpoint.tiers.memory lacks the snapshot of step ") == 1
+    nodes.lose("n2")
+    nodes.attempt()
+    assert nodes.resumed().tier == "memory" and nodes.resumed().step >= 40
 
 
 def test_a_copied_run_folder_has_snapshots_of_its_own(tmp_path):
