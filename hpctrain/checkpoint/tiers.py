@@ -34,7 +34,6 @@ from hpctrain.system.array_types import Bytes
 from hpctrain.train.hooks import Training
 from hpctrain.train.state import StateTensor
 
-
 FAILURES = 3
 """Snapshots in a row that fail until a tier is given up: that a call fails once, or room is scarce, may pass."""
 

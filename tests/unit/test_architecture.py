@@ -55,8 +55,8 @@ ROOMS: dict[str, str] = {
 permission."""
 
 TOKENS: dict[str, int] = {
-    "errors": 1060,
-    "system": 14353,
+    "errors": 1076,
+    "system": 14377,
     "config": 11695,
     "comm": 6112,
     "run": 26263,
@@ -65,7 +65,7 @@ TOKENS: dict[str, int] = {
     "train": 14657,
     "tasks": 7606,
     "backends": 126515,
-    "checkpoint": 52172,
+    "checkpoint": 52287,
     "monitor": 32321,
     "track": 6496,
     "rank": 15588,
