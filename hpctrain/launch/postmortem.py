@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
+import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import time
@@ -30,6 +34,8 @@ PASSES = re.compile(r"connect|temporary|timed out", re.IGNORECASE)
 LOOK_AGAIN_S = 0.1
 FILES, FILES_OF_RANK = 64, 8
 """Descriptors that a launcher needs at most: for itself, and for each rank."""
+LAUNCHER_BYTES = 1 << 20
+"""Room that a launcher needs at most for its temporary files."""
 
 
 def settled(look: Callable[[], Sequence[Fact]]) -> Fact | None:
@@ -196,13 +202,23 @@ def missing_ranks(
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         few = f"a process may open only {files} files here: raise that (ulimit -n 4096), or "
         fix = (few if 0 <= files < FILES + FILES_OF_RANK * ranks else "") + f"see {log}"
-        failed = failed_with(Code.PREFLIGHT, f"no rank started: {why}", fix)
+        code = Code.PREFLIGHT
+        if (free := free_bytes(folder := os.environ.get("TMPDIR") or "/tmp")) < LAUNCHER_BYTES:
+            code, fix = Code.DISK_FULL, f"{folder} has {free // 1024} KiB free: free space there, or {fix}"
+        failed = failed_with(code, f"no rank started: {why}", fix)
         return dataclasses.replace(failed, action=Action.FAIL, before_ranks=True)
     if not missing or (dead and dead.rank in {word.rank for word in words}):
         return None
     reason = f"rank {dead.rank} {dead.cause}" if dead else last_line(said)
     what = f"{len(missing)} of {ranks} ranks ended before they could say why: {reason or 'they printed nothing'}"
     return failed_with(Code.VANISHED, what, f"see {log}", dead.rank if dead else None)
+
+
+def free_bytes(folder: str) -> float:
+    """Free space in a folder; infinite if unknown."""
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(folder).free
+    return math.inf
 
 
 def host_lost(ranks: Sequence[int], host: str, by_slurm: bool = True) -> RunVerdict:

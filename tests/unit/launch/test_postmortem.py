@@ -8,10 +8,12 @@ import resource
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hpctrain.errors import Code
+from hpctrain.launch import postmortem
 from hpctrain.launch.postmortem import (
     all_ended_well,
     facts_of,
@@ -357,7 +359,7 @@ def test_the_last_line_says_something():
     assert last_line("") == "" and last_line("x" * 400) == "x" * 300
 
 
-def test_what_mpirun_says_first_is_why_no_rank_started_and_nothing_is_tried_again(tmp_path):
+def test_what_mpirun_says_first_is_why_no_rank_started_and_nothing_is_tried_again(tmp_path, monkeypatch):
     dashes = "-" * 74
     unreachable = "At least one pair of MPI processes are unable to reach each other for\nMPI communications.\n\n more"
     ended = 'prterun has exited due to process rank 0 with PID 0 on node vm calling\n"abort".'
@@ -376,6 +378,11 @@ def test_what_mpirun_says_first_is_why_no_rank_started_and_nothing_is_tried_agai
     few = missing_ranks([], 2, "[vm:1] PRTE ERROR: Unknown error in file odls\n", tmp_path / "log")
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert few is not None and "only 70 files here: raise that (ulimit -n" in few.fix
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(postmortem.shutil, "disk_usage", lambda folder: SimpleNamespace(free=4096))
+    full = missing_ranks([], 2, "[vm:1] PRTE ERROR: Unknown error in file odls\n", tmp_path / "log")
+    assert full is not None and full.code is Code.DISK_FULL
+    assert full.fix.startswith(f"{tmp_path} has 4 KiB free: free space there, or see ")
     crash = f"{dashes}\nprterun noticed that process rank 0 with PID 5 on node vm exited on signal 11\n{dashes}"
     again = missing_ranks([], 2, crash, tmp_path / "log", Death(0, signal=11))
     assert again is not None and again.action is Action.REQUEUE
