@@ -70,7 +70,7 @@ TOKENS: dict[str, int] = {
     "track": 6496,
     "rank": 15588,
     "programs": 4864,
-    "launch": 50366,
+    "launch": 50445,
     "report": 11597,
     "callbacks": 928,
     "watch": 4757,
