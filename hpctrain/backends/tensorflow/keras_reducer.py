@@ -39,7 +39,7 @@ class KerasReducer:
     """The candidate's name, such as mpi-node."""
     lends = False
     """Whether ``borrow`` avoids the copy."""
-    meets = False
+    has_peers = False
     """Whether there are other ranks."""
 
     def sum(self, pieces: Sequence[tf.Tensor], before: Callback = None, after: Callback = None) -> list[tf.Tensor]:
@@ -70,7 +70,7 @@ class KerasReducer:
 class HostReducer(KerasReducer):
     """Sums pieces by MPI in host memory, which TensorFlow on CPUs uses without copies."""
 
-    meets = True
+    has_peers = True
 
     def __init__(self, name: str, host: PieceAllreduce, joined: bool) -> None:
         """``joined``: pass all gradients to ``host`` as one piece, which is best if they are small or on a GPU."""
@@ -110,7 +110,7 @@ class HorovodReducer(KerasReducer):
     Small pieces are joined, and very large ones are cut if the lease says so.
     """
 
-    meets = True
+    has_peers = True
 
     def __init__(self, name: str, lease: horovod_setup.Lease, compress: bool) -> None:
         self.name = name

@@ -58,7 +58,7 @@ class WithFlexAttention(TorchDispatchMode):
 
 
 def trying(
-    call: Callable[[], Found], model: Module, samples: int, computes_in: torch.dtype | None, meets: bool = False
+    call: Callable[[], Found], model: Module, samples: int, computes_in: torch.dtype | None, is_collective: bool = False
 ) -> tuple[Found, flops.Flops | None]:
     """Makes a call that includes a forward pass of the model, and counts its operations.
 
@@ -69,7 +69,7 @@ def trying(
         model: the model.
         samples: number of samples in the pass.
         computes_in: dtype of matrix products if it is not that of the parameters.
-        meets: whether the call is collective, so that it is made only once and may compute nothing on this rank.
+        is_collective: whether other ranks take part, so it is made only once and may compute nothing on this rank.
 
     Returns:
         The call's result, and the operations; None for these if unknown: unsupported layers or frozen weights.
@@ -83,11 +83,11 @@ def trying(
         with counter, WithFlexAttention(counter) as flex, torch.compiler.set_stance("force_eager"):
             found = call()
     except Exception:  # of the counter, or of the call, which then raises it again
-        if meets:
+        if is_collective:
             raise
         return call(), None
     per_sample = 3 * (counter.get_total_flops() + flex.operations) / samples
-    if isnan(per_sample) or (not per_sample and not meets):  # possible for a part of a model
+    if isnan(per_sample) or (not per_sample and not is_collective):  # possible for a part of a model
         return found, None
     largest = max(parameters, key=lambda one: one.numel())
     device, dtype = largest.device, computes_in or largest.dtype

@@ -108,7 +108,7 @@ class TorchFramework(FrameworkOfParts):
             parts.modes.train()
             self.flops = self.program.dry_call(batch)
             self.evaluator.try_on(validation or [batch])
-            if pair is not None and self.task.loss is not None and not self.evaluator.forward_backward.meets:
+            if pair is not None and self.task.loss is not None and not self.evaluator.forward_backward.is_collective:
                 self.evaluator.try_mean(pair)
             self.source.require_same_layout()
 

@@ -342,7 +342,7 @@ class TrainStepProgram:
         rows = packing.tables.scaled(rows, part)
         *mine, slots = [tf.math.multiply_no_nan(piece, part) for piece in pieces]  # zeros on a rank without samples
         meeting = self.meeting
-        leave = self.meeting.leave if reducer.meets else None
+        leave = self.meeting.leave if reducer.has_peers else None
         with tf.control_dependencies([*mine, *rows, *tracing.done]):
             slots = tf.identity(slots)
             *sums, slots = reducer.sum([*mine, slots], meeting.arrive, None if rows else leave)

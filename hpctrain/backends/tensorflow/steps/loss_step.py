@@ -75,7 +75,7 @@ class KerasUpdate:
         self.update = update
         self.reducer = reducer
         self.judge = judge
-        self.timed = Phase.EXCHANGE if reducer.meets else Phase.BACKWARD
+        self.timed = Phase.EXCHANGE if reducer.has_peers else Phase.BACKWARD
         self.whole = Traced(self._whole, compiled=False)
         """whole(batch, share, loss_scale): an update from one batch; arguments as for Passes.gradients."""
         self.packing = passes.packing
@@ -88,16 +88,16 @@ class KerasUpdate:
 
     def _complete(self, tensors: Sequence[tf.Tensor], loss_scale: tf.Tensor) -> tf.Tensor:
         rows, (*gradients, own) = self.packing.apart(tensors)
-        judge, meets = self.judge, self.reducer.meets
-        first = rows if meets else [time_after([*gradients, *rows, tf.identity(own)])]
+        judge, has_peers = self.judge, self.reducer.has_peers
+        first = rows if has_peers else [time_after([*gradients, *rows, tf.identity(own)])]
         with tf.control_dependencies(first):
-            *sums, slots = self.reducer.borrow([*gradients, own], judge.arrive if meets else None)
+            *sums, slots = self.reducer.borrow([*gradients, own], judge.arrive if has_peers else None)
         if rows:
             with tf.control_dependencies([*sums, slots]):  # all ranks exchange in this order
                 rows = self.packing.tables.sum([tf.identity(tensor) for tensor in rows])
             square = tf.cast(self.packing.tables.square(rows), slots.dtype)
             slots += square * tf.one_hot(SQUARE, SLOTS, dtype=slots.dtype)
-        end = time_after([*sums, *rows, slots]) if meets else first[0]
+        end = time_after([*sums, *rows, slots]) if has_peers else first[0]
         if not judge.rule.needs_norm and self.passes.weighted is False:
             finite, factor = tf.reduce_all(tf.math.is_finite(slots)), None
         else:

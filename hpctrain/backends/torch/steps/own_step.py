@@ -39,7 +39,7 @@ STEPS = "step/done"
 
 
 @dataclass(eq=False)
-class Live:
+class CollectiveActions:
     """Carries out a step's calls on all ranks together."""
 
     parts: StepParts
@@ -50,7 +50,7 @@ class Live:
     """Records where time goes."""
     global_samples: int
     """Samples of all ranks together."""
-    guard: Guard
+    guard: OptimizerGuard
     """Allows optimizers to step."""
     applies: bool
     """Whether parameters are updated; rehearsals leave them unchanged."""
@@ -113,17 +113,17 @@ class Live:
                 "decide by values equal on all ranks, such as ctx.step, and not by a rank's own samples or losses",
             )
 
-    def result(self, logged: Mapping[str, tuple[Number, Number]], samples: int) -> OwnResult:
+    def result(self, logged: Mapping[str, tuple[Number, Number]], samples: int) -> OwnStepResult:
         """The result of the step."""
         known: dict[str, tuple[Number, Number]] = {name: (norm, 1.0) for name, norm in self.norms.items()}
         means = {name: sum(losses) / len(losses) for name, losses in self.losses.items()}
         if means:
             known["loss"] = sum(means.values()) * samples, samples
             known |= {f"loss_{name}": (mean * samples, samples) for name, mean in means.items() if name}
-        return OwnResult(known | dict(logged))
+        return OwnStepResult(known | dict(logged))
 
 
-class Dry:
+class DryActions:
     """Carries out calls on this rank alone: computes gradients and drops them."""
 
     def __init__(self, parts: StepParts) -> None:
@@ -152,7 +152,7 @@ class Dry:
         return tensor
 
 
-class Guard:
+class OptimizerGuard:
     """Keeps a step from calling optimizers itself, which would ignore the other ranks' gradients.
 
     Args:
@@ -182,7 +182,7 @@ class Guard:
 
 
 @dataclass(frozen=True)
-class OwnResult:
+class OwnStepResult:
     """What a step reported; see StepResult."""
 
     values: Mapping[str, tuple[Number, Number]]
@@ -209,12 +209,12 @@ class OwnSteps:
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
         self.parts, self.step = parts, step
-        self.guard = Guard(optimizers)
+        self.guard = OptimizerGuard(optimizers)
         self.updates = 0
         self.done = np.zeros((), np.int64)
         self.counters = [ArrayTensor(STEPS, self.done)]
 
-    def run(self, micro_batches: Sequence[HostBatch], global_samples: int) -> OwnResult:
+    def run(self, micro_batches: Sequence[HostBatch], global_samples: int) -> OwnStepResult:
         parts = self.parts
         parts.modes.train()
         if global_samples < parts.world.data.size:
@@ -233,7 +233,7 @@ class OwnSteps:
 
     def _call(
         self, host: HostBatch, global_samples: int, reducers: ReducerByOptimizer, clock: StepClock, applies: bool = True
-    ) -> OwnResult:
+    ) -> OwnStepResult:
         """One step. Collective.
 
         Args:
@@ -247,13 +247,13 @@ class OwnSteps:
         clock.mark(Phase.TO_DEVICE)
         group = self.parts.world.data
         rows = part_of(global_samples, group.rank, group.size)
-        live = Live(self.parts, reducers, clock, global_samples, self.guard, applies)
-        context = StepContext(self.parts, live, rows, global_samples, int(self.done), group.size)
-        self.parts.batch_norms.begin_micro_batch(0, functools.partial(live.agree, NORMALISE))
+        actions = CollectiveActions(self.parts, reducers, clock, global_samples, self.guard, applies)
+        context = StepContext(self.parts, actions, rows, global_samples, int(self.done), group.size)
+        self.parts.batch_norms.begin_micro_batch(0, functools.partial(actions.agree, NORMALISE))
         with self.parts.compute.autocast():
             logged = context._finish(self.step(context, batch))
-        live.agree(END)
-        return live.result(logged, rows.stop - rows.start)
+        actions.agree(END)
+        return actions.result(logged, rows.stop - rows.start)
 
     def dry_call(self, batch: HostBatch) -> None:
         """Runs one step on this rank alone without changing parameters.
@@ -263,13 +263,13 @@ class OwnSteps:
         """
         tensors = self.parts.compute.tensors(copied(batch))
         samples = samples_of(tensors)
-        dry = Dry(self.parts)
-        context = StepContext(self.parts, dry, slice(0, samples), samples, int(self.done), ranks=1)
+        actions = DryActions(self.parts)
+        context = StepContext(self.parts, actions, slice(0, samples), samples, int(self.done), ranks=1)
         fix = f"step(ctx, batch) gets a hpctrain.StepContext, and a dict of {shapes(tensors)}"
         parameters = [parameter for one in self.parts.optimizer_steps.values() for parameter in one.parameters]
         with self.parts.compute.autocast(), no_other_backward(parameters), blamed("step", fix):
             returned = self.step(context, tensors)
-        if not (context._finish(returned) or dry.has_trained or returned is not None):
+        if not (context._finish(returned) or actions.has_trained or returned is not None):
             raise UserError(
                 "step neither calls ctx.backward nor reports anything: nothing would be trained",
                 "call ctx.backward(loss) and ctx.update(); to skip a batch on purpose, return {}",

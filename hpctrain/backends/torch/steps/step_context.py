@@ -22,7 +22,7 @@ RESERVED = ("grad_norm", "seconds/")
 """Prefixes of names that are reported besides a step's metrics."""
 
 
-class Acts(Protocol):
+class StepActions(Protocol):
     """The actions behind the calls of a step."""
 
     def backward(self, name: str, score: Any, samples: int, retain_graph: bool) -> None:
@@ -54,12 +54,14 @@ class StepContext:
     rows: slice
     """This rank's rows in the global batch, in the order of ``gather``."""
 
-    def __init__(self, parts: StepParts, acts: Acts, rows: slice, global_samples: int, step: int, ranks: int) -> None:
+    def __init__(
+        self, parts: StepParts, actions: StepActions, rows: slice, global_samples: int, step: int, ranks: int
+    ) -> None:
         """Created by hpctrain.
 
         Args:
             parts: what all steps share.
-            acts: the actions behind the calls.
+            actions: the actions behind the calls.
             rows: this rank's rows in the global batch.
             global_samples: samples of all ranks together.
             step: number of earlier steps.
@@ -71,7 +73,7 @@ class StepContext:
         self.global_samples = global_samples
         self.rows = rows
         self._optimizer_steps = parts.optimizer_steps
-        self._acts = acts
+        self._actions = actions
         self._samples = rows.stop - rows.start
         accumulate = next(iter(parts.optimizer_steps.values())).train.accumulate
         self._features = used({Feature.OWN_STEP: True, Feature.ACCUMULATE: accumulate > 1 and accumulate})
@@ -139,7 +141,7 @@ class StepContext:
                 f"{call} adds a (sum, weight) loss to another loss of the same update{calling_line()}",
                 "add them up before one ctx.backward, or give means",
             )
-        self._acts.backward(optimizer, loss, self._samples, retain_graph)
+        self._actions.backward(optimizer, loss, self._samples, retain_graph)
         marks.append(mark)
 
     def update(self, name: str | None = None) -> None:
@@ -166,7 +168,7 @@ class StepContext:
                 "update after the loop: an update is for the whole global batch",
             )
         del self._open[optimizer]
-        self._acts.update(optimizer)
+        self._actions.update(optimizer)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Gathers the rows of all ranks, in the order of the global batch; gradients flow back to each row's rank.
@@ -188,7 +190,7 @@ class StepContext:
             raise UserError(
                 f"ctx.gather got {described(tensor)} without rows{calling_line()}", "give a tensor with a leading axis"
             )
-        return self._acts.gather(tensor)
+        return self._actions.gather(tensor)
 
     def log(self, name: str, value: Any) -> None:
         """Reports a metric, averaged over samples, ranks and the steps of an interval.

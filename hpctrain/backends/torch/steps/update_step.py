@@ -36,7 +36,7 @@ class ForwardBackward(Protocol):
 
     called: Any
     """What a task's ``forward`` gets as the model."""
-    meets: bool
+    is_collective: bool
     """Whether forward passes are collective."""
 
     def begin(self, micro_batches: Sequence[HostBatch]) -> None:
@@ -66,7 +66,7 @@ class PlainForwardBackward:
     def __post_init__(self) -> None:
         several = isinstance(self.parts.task.model, Mapping)
         self.called: Any = self.parts.models if several else self.parts.models["model"]
-        self.meets = self.parts.partition.meets
+        self.is_collective = self.parts.partition.is_collective
 
     def begin(self, micro_batches: Sequence[HostBatch]) -> None:
         """Does nothing: ranks see different samples."""
@@ -102,7 +102,7 @@ class PlainForwardBackward:
             finally:
                 parts.modes.train()
 
-        return try_loss(parts.task, self.called, batch, parts.partition.hint, None if self.meets else again)
+        return try_loss(parts.task, self.called, batch, parts.partition.hint, None if self.is_collective else again)
 
 
 class UpdateStep:
@@ -158,8 +158,8 @@ class UpdateStep:
         def call() -> Any:
             return self.forward_backward.dry_call(compute.tensors(copied(batch)))
 
-        samples, meets = samples_of(batch), self.forward_backward.meets
-        loss, flops = trying(call, self.parts.model, samples, compute.low_precision, meets)
+        samples, is_collective = samples_of(batch), self.forward_backward.is_collective
+        loss, flops = trying(call, self.parts.model, samples, compute.low_precision, is_collective)
         if loss is not None:  # stages hide the model from the loss
             self.parts.partition.try_loss(loss)
         return flops

@@ -113,7 +113,7 @@ class Partition:
         return CUT if self.slices else ""
 
     @property
-    def meets(self) -> bool:
+    def is_collective(self) -> bool:
         """Whether forward passes are collective."""
         return self.sync_group is not None or bool(self.slices)
 

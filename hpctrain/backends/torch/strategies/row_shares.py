@@ -46,7 +46,7 @@ class RowRange:
 
 
 @dataclass(frozen=True)
-class Shares:
+class RowShares:
     """What each rank updates."""
 
     ranges: tuple[slice, ...]
@@ -55,7 +55,7 @@ class Shares:
     """In buffer order; together they cover all rows of all parameters."""
 
 
-def share_out(layout: Layout, parameters: Sequence[ShardedParameter], ranks: int) -> Shares:
+def share_out(layout: Layout, parameters: Sequence[ShardedParameter], ranks: int) -> RowShares:
     """Divides the update into nearly equal numbers of bytes, cutting at the row or tensor nearest to the ideal place.
 
     Args:
@@ -80,7 +80,7 @@ def share_out(layout: Layout, parameters: Sequence[ShardedParameter], ranks: int
             if begin < end:
                 pieces.append(RowRange(index, owner, begin, end, rows))
     positions = [_position(layout, order, parameters, cut) for cut in cuts]
-    return Shares(tuple(itertools.starmap(slice, itertools.pairwise(positions))), tuple(pieces))
+    return RowShares(tuple(itertools.starmap(slice, itertools.pairwise(positions))), tuple(pieces))
 
 
 def part_of_rows(rows: int, rank: int, size: int) -> tuple[int, int]:

@@ -107,7 +107,7 @@ class StrategyContext:
 
 
 @dataclass(frozen=True)
-class Updates:
+class ParameterUpdates:
     """Which parameters this rank's optimizers update, and how their gradients are exchanged."""
 
     shares: Mapping[str, Share]
@@ -131,7 +131,7 @@ class PreparedModel:
 
     partition: Partition = field(default_factory=uncut)
     """The part of the model that this rank has."""
-    updates: Updates | None = None
+    updates: ParameterUpdates | None = None
     """Set by exactly one strategy."""
     root: Module | None = None
     """The module with all layers that passes call, if it is not the model."""
@@ -157,9 +157,9 @@ class PreparedModel:
     """Closes exchanges that do not belong to the partition."""
 
     @property
-    def meets(self) -> bool:
+    def is_collective(self) -> bool:
         """Whether forward passes are collective."""
-        return self.partition.meets or self.forward_backward is not None
+        return self.partition.is_collective or self.forward_backward is not None
 
 
 Strategy: TypeAlias = Callable[[PreparedModel], PreparedModel]
@@ -191,7 +191,7 @@ def replicate(context: StrategyContext, prepared: PreparedModel) -> PreparedMode
         name: TorchReducerFactory(share, config, share.those_of(sparse), norm, by_parts)
         for name, share in shares.items()
     }
-    return dataclasses.replace(prepared, updates=Updates(shares, names, slots, reducers))
+    return dataclasses.replace(prepared, updates=ParameterUpdates(shares, names, slots, reducers))
 
 
 def needs_norm(context: StrategyContext, partition: Partition) -> bool:
@@ -203,4 +203,4 @@ def updates_by_parts(context: StrategyContext, prepared: PreparedModel) -> bool:
     """Whether the task's optimizer may update some parameters before the gradients of others are there."""
     task = context.task
     is_elementwise = task.step is None and type(task.optimizer) in ELEMENTWISE
-    return is_elementwise and not prepared.meets and not rule_of(context.config.train).needs_norm
+    return is_elementwise and not prepared.is_collective and not rule_of(context.config.train).needs_norm

@@ -38,8 +38,14 @@ from hpctrain.backends.torch.strategies.parameter_traits import (
     shard_optimizers,
 )
 from hpctrain.backends.torch.strategies.partition import Slices
-from hpctrain.backends.torch.strategies.row_shares import RowRange, ShardedParameter, Shares, share_out
-from hpctrain.backends.torch.strategies.strategy import PreparedModel, Strategy, StrategyContext, Updates, needs_norm
+from hpctrain.backends.torch.strategies.row_shares import RowRange, RowShares, ShardedParameter, share_out
+from hpctrain.backends.torch.strategies.strategy import (
+    ParameterUpdates,
+    PreparedModel,
+    Strategy,
+    StrategyContext,
+    needs_norm,
+)
 from hpctrain.comm.group import Group
 from hpctrain.config.features import Feature
 from hpctrain.config.sections import ReduceConfig
@@ -50,21 +56,21 @@ Pairs: TypeAlias = Sequence[tuple[str, Parameter]]
 
 
 @dataclass(frozen=True)
-class Sharded:
+class OptimizerShards:
     """The parameters of one optimizer, sharded over the ranks."""
 
     pairs: Pairs
     """All parameters that require gradients, by name, whole."""
     layout: Layout
     """Layout of their gradients in the flat buffer."""
-    shares: Shares
+    shares: RowShares
     rank: int
     """This rank, in the group over which they are sharded."""
     parts: tuple[OwnRows, ...]
     """The parts that this rank updates."""
 
 
-def shard(pairs: Pairs, traits: ParameterTraits, group: Group) -> Sharded:
+def shard(pairs: Pairs, traits: ParameterTraits, group: Group) -> OptimizerShards:
     """Shards parameters over the ranks of a group. Does not communicate.
 
     Args:
@@ -75,10 +81,10 @@ def shard(pairs: Pairs, traits: ParameterTraits, group: Group) -> Sharded:
     layout, shares = shared_out(pairs, traits, group.size)
     own = [piece for piece in shares.pieces if piece.owner == group.rank]
     parts = tuple(OwnRows(piece, parameter_of(pairs[piece.parameter][1], piece)) for piece in own)
-    return Sharded(pairs, layout, shares, group.rank, parts)
+    return OptimizerShards(pairs, layout, shares, group.rank, parts)
 
 
-def shared_out(pairs: Pairs, traits: ParameterTraits, ranks: int) -> tuple[Layout, Shares]:
+def shared_out(pairs: Pairs, traits: ParameterTraits, ranks: int) -> tuple[Layout, RowShares]:
     """The layout of parameters in the flat buffer, and each rank's share of it; see ``shard``."""
     layout = plan([as_real(parameter).numel() for _, parameter in pairs], None, SLOTS)
     weighed = []
@@ -105,7 +111,7 @@ class ShardedReducer(ByFlatGradients, Reducer):
         name: str,
         gradients: FlatGradients,
         exchange: TensorSharded,
-        sharded: Sharded,
+        sharded: OptimizerShards,
         needs_norm: bool,
     ) -> None:
         own = exchange.flat[sharded.shares.ranges[sharded.rank]]
@@ -209,7 +215,7 @@ def copy_all(into: list[Tensor], values: list[Tensor]) -> None:
 
 
 def open_sharded(
-    sharded: Sharded, config: ReduceConfig, needs_norm: bool, candidate: Candidate, group: Group
+    sharded: OptimizerShards, config: ReduceConfig, needs_norm: bool, candidate: Candidate, group: Group
 ) -> ShardedReducer:
     """Opens the reducer of sharded parameters; ``needs_norm`` says whether updates need the gradient norm."""
     layout, ranges = sharded.layout, sharded.shares.ranges
@@ -271,7 +277,7 @@ def shard_rows(context: StrategyContext, traits: ParameterTraits, prepared: Prep
         name: FixedReducerFactory(Candidate(kind, "sharded"), functools.partial(open_sharded, own, config, norm))
         for name, own in of.items()
     }
-    updates = Updates(shares, {**names, **own_names}, Slots(slices), reducers)
+    updates = ParameterUpdates(shares, {**names, **own_names}, Slots(slices), reducers)
     return replace(prepared, updates=updates)
 
 

@@ -33,7 +33,7 @@ from hpctrain.backends.torch.strategies.listed import STRATEGIES
 from hpctrain.backends.torch.strategies.parameter_traits import unsuited
 from hpctrain.backends.torch.strategies.pipeline.pipelined import pipeline_features
 from hpctrain.backends.torch.strategies.pipeline.stage_schedule import BY_PARAMETERS, StageChoice
-from hpctrain.backends.torch.strategies.strategy import PreparedModel, Strategy, StrategyContext, Updates
+from hpctrain.backends.torch.strategies.strategy import ParameterUpdates, PreparedModel, Strategy, StrategyContext
 from hpctrain.backends.torch.strategies.tensor import has_dropout, tilings
 from hpctrain.backends.torch.task.carried import carried_by
 from hpctrain.backends.torch.task.checks import model_features, require_trainable
@@ -206,7 +206,7 @@ def make_equal(model: torch.nn.Module, everyone: Group, peers: ProcessGroup | No
 def assembled(
     context: StrategyContext,
     prepared: PreparedModel,
-    updates: Updates,
+    updates: ParameterUpdates,
     choice: ReducerChoice,
     doubled: Mapping[str, str],
 ) -> TorchFramework:
@@ -247,7 +247,7 @@ def assembled(
             rule=rule_of(train, name),
             total_norm=functools.partial(prepared.total_norm, partition),
             complete=prepared.complete,
-            steps_ahead=compute.device.type != "cpu" and not prepared.meets,
+            steps_ahead=compute.device.type != "cpu" and not prepared.is_collective,
         )
         for name, share in updates.shares.items()
     }

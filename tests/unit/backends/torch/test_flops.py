@@ -105,7 +105,7 @@ def test_a_call_in_which_ranks_meet_is_made_once():
         raise RuntimeError("of this rank's counter")
 
     with pytest.raises(RuntimeError, match="of this rank's counter"):
-        trying(call, nn.Linear(2, 2), 3, None, meets=True)
+        trying(call, nn.Linear(2, 2), 3, None, is_collective=True)
     assert len(calls) == 1
 
 

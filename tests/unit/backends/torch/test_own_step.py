@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hpctrain.backends.torch.steps.own_step import Dry, StepContext
+from hpctrain.backends.torch.steps.own_step import DryActions, StepContext
 from hpctrain.backends.torch.torch_framework import TorchFramework
 from hpctrain.comm.world import alone
 from hpctrain.config.combinations import refuse
@@ -409,7 +409,7 @@ def test_all_ranks_cut_their_batches_into_as_many_parts():
     parts = own.make_framework(alone(), accumulate=4).program.parts  # type: ignore[union-attr]
     cut = {}
     for rows in (slice(0, 3), slice(3, 5)):
-        context = StepContext(parts, Dry(parts), rows, global_samples=5, step=0, ranks=2)
+        context = StepContext(parts, DryActions(parts), rows, global_samples=5, step=0, ranks=2)
         cut[rows.start] = [len(part["x"]) for part in context.split({"x": torch.zeros(rows.stop - rows.start, 6)})]
     assert cut == {0: [2, 1], 3: [1, 1]}
 

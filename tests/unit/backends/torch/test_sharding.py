@@ -15,7 +15,7 @@ from hpctrain.backends.torch.strategies.fsdp.fsdp_strategy import uncuttable
 from hpctrain.backends.torch.strategies.listed import STRATEGIES
 from hpctrain.backends.torch.strategies.parameter_traits import OwnRows, ParameterTraits, replace_parameters, traits_of
 from hpctrain.backends.torch.strategies.partition import Slices, uncut
-from hpctrain.backends.torch.strategies.zero1 import Sharded, ShardedReducer, has_rows, shard, shared_out
+from hpctrain.backends.torch.strategies.zero1 import OptimizerShards, ShardedReducer, has_rows, shard, shared_out
 from hpctrain.backends.torch.task.shares import ONLY, Share
 from hpctrain.comm.group import Group
 from hpctrain.config.features import values_of
@@ -31,7 +31,7 @@ class Second(Group):
         self.rank, self.size = 1, 2
 
 
-def halved(optimizer: optim.Optimizer, parameters: list[tuple[str, Parameter]]) -> Sharded:
+def halved(optimizer: optim.Optimizer, parameters: list[tuple[str, Parameter]]) -> OptimizerShards:
     """The optimizer, with what the second rank has of its parameters."""
     ids = {id(parameter) for _, parameter in parameters}
     sharded = shard(parameters, traits_of([OptimizerPart("", optimizer)]), Second())

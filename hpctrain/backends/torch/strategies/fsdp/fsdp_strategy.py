@@ -13,10 +13,16 @@ from hpctrain.backends.torch.process_groups import DefaultGroup
 from hpctrain.backends.torch.state.optimizer import OptimizerPart, Slots
 from hpctrain.backends.torch.steps.updates import FixedReducerFactory
 from hpctrain.backends.torch.strategies.fsdp.fsdp_reducer import FullyShardedReducer
-from hpctrain.backends.torch.strategies.fsdp.sharded_model import Held, shard_groups, shard_model
+from hpctrain.backends.torch.strategies.fsdp.sharded_model import LocalParameter, shard_groups, shard_model
 from hpctrain.backends.torch.strategies.parameter_traits import OwnRows, ParameterTraits, plain, shard_optimizers
 from hpctrain.backends.torch.strategies.row_shares import RowRange
-from hpctrain.backends.torch.strategies.strategy import PreparedModel, Strategy, StrategyContext, Updates, needs_norm
+from hpctrain.backends.torch.strategies.strategy import (
+    ParameterUpdates,
+    PreparedModel,
+    Strategy,
+    StrategyContext,
+    needs_norm,
+)
 from hpctrain.backends.torch.task.shares import ONLY, Share
 from hpctrain.config.combinations import refuse
 from hpctrain.config.features import Feature, used
@@ -75,7 +81,7 @@ def shard(context: StrategyContext, traits: ParameterTraits, prepared: PreparedM
     reducer = functools.partial(
         FullyShardedReducer, partition=partition, ranks=group, needs_norm=needs_norm(context, partition)
     )
-    updates = Updates(
+    updates = ParameterUpdates(
         {ONLY: Share([(one.name, one.own) for one in every if one.own.requires_grad])},
         {**names, **{id(one.own): one.name for one in every}},
         Slots({id(one.own): one.rows for one in every if one.rows}),
@@ -84,7 +90,7 @@ def shard(context: StrategyContext, traits: ParameterTraits, prepared: PreparedM
     return dataclasses.replace(prepared, partition=partition, updates=updates)
 
 
-def own_rows(one: Held, whole: Tensor) -> OwnRows | None:
+def own_rows(one: LocalParameter, whole: Tensor) -> OwnRows | None:
     """What the optimizer gets in place of a whole parameter; None if this rank has no row of it."""
     assert one.rows is not None and one.rows.rows is not None, "it is not a scalar"
     begin, end = one.rows.rows.start, one.rows.rows.stop

@@ -41,7 +41,7 @@ SHARDED = (
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalParameter:
     """A parameter, as this rank has it."""
 
     name: str
@@ -115,7 +115,7 @@ class FullySharded(Partition):
         before: Partition,
         groups: ShardGroups,
         modules: Sequence[FSDPModule],
-        every: Sequence[Held],
+        every: Sequence[LocalParameter],
         layers: Sequence[Module],
         order: LayerOrder,
         keeps: bool,
@@ -210,7 +210,9 @@ def shard_model(
         module.set_gradient_divide_factor(1.0)  # losses are scaled to the global batch
         module.set_force_sum_reduction_for_comms(True)
         sum_unused(module)
-    every = [held(name, one, before_sharding[name], before, groups) for name, one in model.named_parameters()]
+    every = [
+        local_parameter(name, one, before_sharding[name], before, groups) for name, one in model.named_parameters()
+    ]
     order = LayerOrder(layers, root, groups.data, waits=device.type == "cpu")
     root.register_forward_hook(functools.partial(free, modules))
     return FullySharded(before, groups, modules, every, layers, order, keeps)
@@ -221,15 +223,17 @@ def gathering(model: Module, compute: Compute) -> Compute:
     return dataclasses.replace(compute, low_precision=None) if getattr(model, "casts_weights", False) else compute
 
 
-def held(name: str, parameter: Parameter, whole: Parameter, before: Partition, groups: ShardGroups) -> Held:
+def local_parameter(
+    name: str, parameter: Parameter, whole: Parameter, before: Partition, groups: ShardGroups
+) -> LocalParameter:
     """What this rank has of a parameter that was ``whole`` before it was sharded."""
     if not isinstance(parameter, DTensor):
-        return Held(name, parameter, parameter, None)
+        return LocalParameter(name, parameter, parameter, None)
     begin, end = part_of_rows(len(whole), groups.rows.rank, groups.rows.size)
     own = Parameter(local_of(parameter), parameter.requires_grad)
     own.__dict__.update(vars(whole))
     assert len(own) == end - begin, "as FSDP2 distributes rows"
-    return Held(name, parameter, own, groups.place(before.rows(name, tuple(whole.shape), begin, end)))
+    return LocalParameter(name, parameter, own, groups.place(before.rows(name, tuple(whole.shape), begin, end)))
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -121,7 +121,7 @@ class PipelineForwardBackward:
     """Whether several stages of this rank share a parameter."""
     micro_batch: MicroBatch | None = None
     """That of the current forward pass of an update; None in an evaluation."""
-    meets = True
+    is_collective = True
 
     def __post_init__(self) -> None:
         self.called: Any = self
