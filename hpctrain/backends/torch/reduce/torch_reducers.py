@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch.nn import Module, Parameter
 
-from hpctrain.backends.torch.process_groups import ProcessGroup, each_has_a_gpu, peers_of, word_of
+from hpctrain.backends.torch.process_groups import each_has_a_gpu, peers_of, word_of
 from hpctrain.backends.torch.reduce import allreduce, messages
 from hpctrain.backends.torch.reduce.gradients import FlatGradients, SparseGradients, as_real
 from hpctrain.backends.torch.reduce.reducer import FlatReducer, NoReducer, Reducer
@@ -21,7 +21,7 @@ from hpctrain.config.sections import ReduceConfig
 from hpctrain.errors import UserError
 from hpctrain.reduce import horovod_setup
 from hpctrain.reduce.candidates import Candidate, candidates, look_around
-from hpctrain.reduce.flat_layout import BUCKET_BYTES, END_BYTES, GPU_BUCKET_BYTES, SLOTS, plan
+from hpctrain.reduce.flat_layout import BUCKET_BYTES, END_BYTES, GPU_BUCKET_BYTES, SLOTS, Layout, plan
 from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
 from hpctrain.reduce.streamed_allreduce import PIECE_BYTES
 
@@ -72,33 +72,15 @@ class TorchReducerFactory:
         Raises:
             UserError: Horovod is missing or does not fit.
         """
-        config = self.config
         is_share = not isinstance(self.model, Module)  # its parameters may be frozen now and trained again later
         wanted = [(name, one) for name, one in self.model.named_parameters() if is_share or one.requires_grad]
         parameters, rows_of = divided(wanted, {id(parameter) for parameter in self.sparse})
+        sparse = self.config.sparse
         if candidate.kind == "none":
-            return NoReducer(parameters, SparseGradients(rows_of), config.sparse, self.needs_norm)
+            return NoReducer(parameters, SparseGradients(rows_of), sparse, self.needs_norm)
         dtype, device = common_kind(wanted)
-        most, ends = bucket_sizes(config, candidate, dtype, device)
         sizes = [as_real(one).numel() for _, one in parameters]
-        least = math.inf
-        sender: messages.GroupSender | messages.HorovodSender | None = None
-        over: ProcessGroup | Group = group
-        if candidate.kind == "horovod":
-            sender = messages.horovod_sender(group, device, sum(sizes))
-            if candidate.compression == "none" and device.type == "cpu":
-                least = sender.apart(sum(sizes), dtype.itemsize)
-        elif candidate.kind != "mpi":
-            sender = messages.GroupSender(peers_of(group, device))
-            over = peers_of(group, device) if rows_of else group
-        layout = plan(sizes, most, SLOTS, ends, least)
-        sum_: allreduce.TensorAllreduce
-        if sender is None:
-            candidate, sum_ = allreduce.open_tensor_allreduce(candidate, group, layout, dtype, device)
-        else:
-            half = messages.HALVES.get(candidate.compression)
-            sum_ = messages.MessageAllreduce(sender, layout, dtype, device, half)
-
+        candidate, sum_, layout = self._flat_sum(candidate, group, sizes, dtype, device)
         by_parts = self.by_parts and not rows_of and all(one.dtype.to_real() == dtype for _, one in parameters)
         arrive = sum_.arrive if by_parts and isinstance(sum_, allreduce.HostTensorAllreduce) else None
         end = layout.length if arrive is None else layout.gradients
@@ -107,11 +89,32 @@ class TorchReducerFactory:
             sum_.start(layout.buckets[number].begin, min(layout.buckets[number].end, end))
 
         elsewhere = sum_.elsewhere if isinstance(sum_, messages.MessageAllreduce) else None
-        gradients = FlatGradients(parameters, sum_.flat, layout, ready, config.sparse, elsewhere)
+        gradients = FlatGradients(parameters, sum_.flat, layout, ready, sparse, elsewhere)
         if arrive is not None:
             return StreamedReducer(candidate.name, parameters, gradients, sum_, arrive)
-        tables = SparseGradients(rows_of, over, dtype)
+        by_host = not rows_of or candidate.kind in ("mpi", "horovod")
+        tables = SparseGradients(rows_of, group if by_host else peers_of(group, device), dtype)
         return FlatReducer(candidate.name, parameters, gradients, sum_, tables, self.needs_norm)
+
+    def _flat_sum(
+        self, candidate: Candidate, group: Group, sizes: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> tuple[Candidate, allreduce.TensorAllreduce, Layout]:
+        """Opens the sum of gradients of these sizes; returns it with the candidate used, and their layout."""
+        most, ends = bucket_sizes(self.config, candidate, dtype, device)
+        if candidate.kind == "mpi":
+            layout = plan(sizes, most, SLOTS, ends)
+            return *allreduce.open_tensor_allreduce(candidate, group, layout, dtype, device), layout
+        least = math.inf
+        sender: messages.GroupSender | messages.HorovodSender
+        if candidate.kind == "horovod":
+            sender = messages.horovod_sender(group, device, sum(sizes))
+            if candidate.compression == "none" and device.type == "cpu":
+                least = sender.apart(sum(sizes), dtype.itemsize)
+        else:
+            sender = messages.GroupSender(peers_of(group, device))
+        layout = plan(sizes, most, SLOTS, ends, least)
+        half = messages.HALVES.get(candidate.compression)
+        return candidate, messages.MessageAllreduce(sender, layout, dtype, device, half), layout
 
 
 def bucket_sizes(

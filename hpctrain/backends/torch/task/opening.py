@@ -108,8 +108,7 @@ def open_torch(
         prepared = PreparedModel()
         for strategy in strategies:
             prepared = strategy(prepared)
-        assert prepared.updates is not None, "of the last strategy, if not of one before"
-        framework = assembled(context, prepared, prepared.updates, choice, doubled)
+        framework = assembled(context, prepared, choice, doubled)
     framework.reseed(0)
     return framework
 
@@ -204,73 +203,30 @@ def make_equal(model: torch.nn.Module, everyone: Group, peers: ProcessGroup | No
 
 
 def assembled(
-    context: StrategyContext,
-    prepared: PreparedModel,
-    updates: ParameterUpdates,
-    choice: ReducerChoice,
-    doubled: Mapping[str, str],
+    context: StrategyContext, prepared: PreparedModel, choice: ReducerChoice, doubled: Mapping[str, str]
 ) -> TorchFramework:
     """Assembles the framework of a prepared model. Collective.
 
     Args:
         context: the task and its model.
         prepared: the model as prepared by strategies.
-        updates: ``prepared.updates``.
         choice: chooses the reducer.
         doubled: further names of shared tensors, see ``other_names``.
     """
-    task = context.task
-    model = context.model
-    world = context.world
-    compute = context.compute
-    train, partition = context.config.train, prepared.partition
+    task, model, device = context.task, context.model, context.compute.device
+    train, partition, updates = context.config.train, prepared.partition, prepared.updates
+    assert updates is not None, "of the last strategy, if not of one before"
     optimizer_state = OptimizerState(context.parts, updates.names, updates.slots)
-    if compute.device.type != "cpu":
+    if device.type != "cpu":
         optimizer_state.to_device()
-    objects = kept_objects(task)
-    changes = task.step is not None or Feature.MAX_NORM in context.features
-    unchanged = functools.partial(
-        passes_leave, model, context.task_state, objects, compute.device, with_parameters=changes
-    )
-    factory = ReducerFactoryByOptimizer(updates.reducers)
-    reducers = ChosenReducer(factory, choice, unchanged, choice.known(factory))
-    joins = context.joins and world.data.size > 1
-    batch_norms = SyncBatchNorm(model, world.data, context.clock, compute.device) if joins else BatchNorms()
     averages = Averages(partition, model, updates.names, train.ema_decay)
-    optimizer_steps = {
-        name: OptimizerStep(
-            name=name,
-            optimizer=task.optimizer[name] if name else task.optimizer,
-            parameters=[parameter for _, parameter in share.pairs],
-            average=averages.of([parameter for _, parameter in share.pairs]),
-            train=train,
-            rule=rule_of(train, name),
-            total_norm=functools.partial(prepared.total_norm, partition),
-            complete=prepared.complete,
-            steps_ahead=compute.device.type != "cpu" and not prepared.is_collective,
-        )
-        for name, share in updates.shares.items()
-    }
-    parts = StepParts(
-        task=task,
-        model=model,
-        models=own_models(task.model, prepared.compile_model),
-        world=world,
-        compute=compute,
-        clock=context.clock,
-        modes=Modes(model),
-        partition=partition,
-        batch_norms=batch_norms,
-        optimizer_steps=optimizer_steps,
-        reducers=reducers,
-        unchanged=unchanged,
-    )
+    parts = step_parts(context, prepared, updates, choice, averages)
     loss = prepared.compile_loss(task.loss)
     forward_backward = (prepared.forward_backward or functools.partial(PlainForwardBackward, loss=loss))(parts)
     program: UpdateStep | OwnSteps = UpdateStep(parts, forward_backward)
     if task.step is not None:
         program = OwnSteps(parts, task.step, [part.optimizer for part in optimizer_state.every])
-    adapt = functools.partial(TorchMetricMeter, device=compute.device)
+    adapt = functools.partial(TorchMetricMeter, device=device)
     meters = task.own_meters or meters_of(task.metrics, TorchMetric, "torchmetrics", adapt)
     evaluator = TorchEvaluator(parts, forward_backward, averages, meters)
     source = TorchState(
@@ -287,8 +243,56 @@ def assembled(
         layout=layout_of(model, partition),
         shared=shared_buffers(model),
     )
-    advice = [*advice_on(train, model, compute.device), *prepared.advice]
+    advice = [*advice_on(train, model, device), *prepared.advice]
     return TorchFramework(parts, program, evaluator, source, prepared, advice)
+
+
+def step_parts(
+    context: StrategyContext,
+    prepared: PreparedModel,
+    updates: ParameterUpdates,
+    choice: ReducerChoice,
+    averages: Averages,
+) -> StepParts:
+    """What step programs and evaluations share. Opens the reducer, unless it must be measured. Collective."""
+    task, model, world, compute = context.task, context.model, context.world, context.compute
+    train, partition = context.config.train, prepared.partition
+    changes = task.step is not None or Feature.MAX_NORM in context.features
+    unchanged = functools.partial(
+        passes_leave, model, context.task_state, kept_objects(task), compute.device, with_parameters=changes
+    )
+    factory = ReducerFactoryByOptimizer(updates.reducers)
+    reducers = ChosenReducer(factory, choice, unchanged, choice.known(factory))
+    joins = context.joins and world.data.size > 1
+    batch_norms = SyncBatchNorm(model, world.data, context.clock, compute.device) if joins else BatchNorms()
+    optimizer_steps = {
+        name: OptimizerStep(
+            name=name,
+            optimizer=task.optimizer[name] if name else task.optimizer,
+            parameters=[parameter for _, parameter in share.pairs],
+            average=averages.of([parameter for _, parameter in share.pairs]),
+            train=train,
+            rule=rule_of(train, name),
+            total_norm=functools.partial(prepared.total_norm, partition),
+            complete=prepared.complete,
+            steps_ahead=compute.device.type != "cpu" and not prepared.is_collective,
+        )
+        for name, share in updates.shares.items()
+    }
+    return StepParts(
+        task=task,
+        model=model,
+        models=own_models(task.model, prepared.compile_model),
+        world=world,
+        compute=compute,
+        clock=context.clock,
+        modes=Modes(model),
+        partition=partition,
+        batch_norms=batch_norms,
+        optimizer_steps=optimizer_steps,
+        reducers=reducers,
+        unchanged=unchanged,
+    )
 
 
 def parameters_on_meta(model: Module, parts: Sequence[OptimizerPart]) -> list[str]:
