@@ -156,7 +156,7 @@ class TorchEvaluator:
         with self._evaluating():
             inputs = compute.tensors(batch)
             with compute.autocast():
-                outputs = task.forward(self.forward_backward.called, inputs)
+                outputs = task.forward(self.forward_backward.model, inputs)
                 scores = {name: judge(outputs, inputs) for name, judge in judges(task).items()}
             seen = Seen(outputs, inputs, batch, to_host)
             for meter in meters:
@@ -167,7 +167,7 @@ class TorchEvaluator:
     def predict(self, batch: HostBatch) -> dict[str, NDArray[Any]]:
         task, compute = self.parts.task, self.parts.compute
         with self._evaluating(), compute.autocast():
-            outputs = task.forward(self.forward_backward.called, compute.tensors(batch))
+            outputs = task.forward(self.forward_backward.model, compute.tensors(batch))
         return {name: on_host(value, name) for name, value in named_outputs(outputs).items()}
 
     def try_on(self, batches: Sequence[HostBatch]) -> None:
@@ -175,14 +175,14 @@ class TorchEvaluator:
         task, compute = self.parts.task, self.parts.compute
         for batch in batches if task.validation is not None else ():
             with self._evaluating():
-                try_metrics(task, self.forward_backward.called, compute.tensors(copied(batch)))
+                try_metrics(task, self.forward_backward.model, compute.tensors(copied(batch)))
             try_meters(self, copied(batch))
 
     def try_mean(self, batch: HostBatch) -> None:
         """Raises UserError if the loss of these samples is not a mean; calls the model, see ``require_mean``."""
         task = self.parts.task
         inputs = self.parts.compute.tensors(copied(batch))
-        again = functools.partial(task.forward, self.forward_backward.called)
+        again = functools.partial(task.forward, self.forward_backward.model)
         with self._evaluating():
             require_mean(TORCH, "loss", task.loss, None, inputs, again)
 

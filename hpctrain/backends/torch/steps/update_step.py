@@ -34,13 +34,10 @@ from hpctrain.train.state import ArrayTensor
 class ForwardBackward(Protocol):
     """Runs the forward and backward passes of updates on this rank."""
 
-    called: Any
+    model: Any
     """What a task's ``forward`` gets as the model."""
     is_collective: bool
     """Whether forward passes are collective."""
-
-    def begin(self, micro_batches: Sequence[HostBatch]) -> None:
-        """Checks the first update's micro-batches. Collective. Raises UserError if they cannot make up one update."""
 
     def run(self, accumulation: GradientAccumulation, micro_batches: Sequence[HostBatch], clock: StepClock) -> None:
         """Runs all passes of an update. Collective if passes are.
@@ -65,11 +62,8 @@ class PlainForwardBackward:
 
     def __post_init__(self) -> None:
         several = isinstance(self.parts.task.model, Mapping)
-        self.called: Any = self.parts.models if several else self.parts.models["model"]
+        self.model: Any = self.parts.models if several else self.parts.models["model"]
         self.is_collective = self.parts.partition.is_collective
-
-    def begin(self, micro_batches: Sequence[HostBatch]) -> None:
-        """Does nothing: ranks see different samples."""
 
     def run(self, accumulation: GradientAccumulation, micro_batches: Sequence[HostBatch], clock: StepClock) -> None:
         task = self.parts.task
@@ -83,7 +77,7 @@ class PlainForwardBackward:
             accumulation.reducer.begin_pass(is_last=False)  # gradients computed inside forward are not sent
             with contextlib.nullcontext() if is_own else self.parts.unchanged():
                 with compute.autocast():
-                    score = self.loss(task.forward(self.called, batch), batch)
+                    score = self.loss(task.forward(self.model, batch), batch)
                 partition.leave()
                 clock.mark(Phase.FORWARD)
                 accumulation.reducer.begin_pass(is_last=number == len(batches), goes_on=number < everyones)
@@ -98,11 +92,11 @@ class PlainForwardBackward:
         def again(some: Mapping[str, Tensor]) -> Any:
             parts.modes.evaluate()
             try:
-                return parts.task.forward(self.called, some)
+                return parts.task.forward(self.model, some)
             finally:
                 parts.modes.train()
 
-        return try_loss(parts.task, self.called, batch, parts.partition.hint, None if self.is_collective else again)
+        return try_loss(parts.task, self.model, batch, parts.partition.hint, None if self.is_collective else again)
 
 
 class UpdateStep:
@@ -127,8 +121,6 @@ class UpdateStep:
         clock = parts.clock
         optimizer_step = parts.optimizer_steps[ONLY]
         parts.modes.train()
-        if not self.updates:
-            self.forward_backward.begin(micro_batches)
         rehearse = functools.partial(self._rehearse, micro_batches, global_samples)
         reducer = (parts.reducers.used or parts.reducers.measured(rehearse)).of[ONLY]
         self.updates += 1
@@ -136,14 +128,11 @@ class UpdateStep:
         with parts.batch_norms.update(len(micro_batches)):
             self.forward_backward.run(accumulation, micro_batches, clock)
             weighted = accumulation.weighted or not micro_batches  # then this rank cannot know
-            step = functools.partial(optimizer_step.step_ahead, reducer, clock, weighted)
-            has_stepped = optimizer_step.can_step_ahead and reducer.before_reading(step)
+            has_stepped = optimizer_step.begin_ahead(reducer, clock, weighted)
             totals, loss = accumulation.exchange()
         clock.mark(Phase.EXCHANGE)
-        if parts.compute.device.type == "cpu":  # GPU kernels may add in any order
-            parts.partition.require_same_loss(loss, self.updates)
-        if self.updates == 1:
-            parts.partition.require_whole_gradients(reducer.summed(), parts.world.everyone)
+        exact = loss if parts.compute.device.type == "cpu" else None  # GPU kernels may add in any order
+        parts.partition.require_same_update(exact, reducer, self.updates, parts.world.everyone)
         try:
             decision = optimizer_step.update(reducer, totals, clock, has_stepped)
         except NotFinite as error:

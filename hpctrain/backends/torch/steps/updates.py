@@ -120,8 +120,6 @@ def differentiated() -> Iterator[None]:
 class OptimizerStep:
     """An optimizer and the parameters it updates."""
 
-    name: str
-    """Name of the optimizer in the task; ``ONLY`` if it has none."""
     optimizer: Any
     parameters: list[Tensor]
     """Parameters whose gradients are exchanged for it."""
@@ -165,6 +163,11 @@ class OptimizerStep:
         # Factors are rounded to the dtype of gradients, on the host to float32 at least.
         one_dtype = {one.dtype for one in self.parameters} in ({torch.float32}, {torch.float64})
         return self.steps_ahead and skips and one_dtype
+
+    def begin_ahead(self, reducer: Reducer, clock: StepClock, weighted: bool) -> bool:
+        """Has the reducer's next exchange launch ``step_ahead``, if both can do so; returns whether it will."""
+        launch = functools.partial(self.step_ahead, reducer, clock, weighted)
+        return self.can_step_ahead and reducer.before_reading(launch)
 
     def step_ahead(self, reducer: Reducer, clock: StepClock, weighted: bool, numbers: Tensor) -> None:
         """Launches the optimizer's step; the device skips it if loss or norm are not finite (``found_inf``).

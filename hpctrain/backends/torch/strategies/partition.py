@@ -180,6 +180,23 @@ class Partition:
         """Parameters that are replicated within the group."""
         return [(name, one) for name, one in self.parameters(model) if id(one) not in self.cut]
 
+    def require_same_update(
+        self, loss: tuple[float, float] | None, reducer: Reducer, update: int, everyone: Group
+    ) -> None:
+        """Raises UserError, on all ranks, if ranks of one model disagree: on the loss or, in the first update, on
+        gradients that they should share. Collective.
+
+        Args:
+            loss: (sum, weight) over this rank's samples; None if it need not be equal to the last digits.
+            reducer: has summed the gradients.
+            update: number of the update.
+            everyone: the ranks of all tensor groups.
+        """
+        if self.slices and loss is not None:
+            self.require_same_loss(loss, update)
+        if self.slices and update == 1:
+            self.require_whole_gradients(reducer.summed(), everyone)
+
     def require_same_loss(self, loss: tuple[float, float], update: int) -> None:
         """Raises UserError, on all ranks of the group, if their losses differ. Collective.
 
@@ -187,8 +204,6 @@ class Partition:
             loss: (sum, weight) over this rank's samples.
             update: number of the update, for messages.
         """
-        if not self.slices:
-            return
         found = self.tp_group.gather(np.array(loss), "compare their losses")
         if not np.allclose(found, found[0], rtol=SAME_LOSS, atol=0, equal_nan=True):
             shown = " and ".join(f"{total:g} (of {weight:g})" for total, weight in found.tolist())
@@ -206,8 +221,6 @@ class Partition:
             summed: see ``norm_of``; names are the same within a tensor group.
             everyone: the ranks of all tensor groups.
         """
-        if not self.slices:
-            return
         sums = {
             name: zlib.crc32(values_of(one.grad.detach()).contiguous().view(-1).view(torch.uint8).numpy().data)
             for name, one in summed

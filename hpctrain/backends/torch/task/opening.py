@@ -267,7 +267,6 @@ def step_parts(
     batch_norms = SyncBatchNorm(model, world.data, context.clock, compute.device) if joins else BatchNorms()
     optimizer_steps = {
         name: OptimizerStep(
-            name=name,
             optimizer=task.optimizer[name] if name else task.optimizer,
             parameters=[parameter for _, parameter in share.pairs],
             average=averages.of([parameter for _, parameter in share.pairs]),

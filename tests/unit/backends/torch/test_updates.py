@@ -78,9 +78,7 @@ def test_what_watches_an_optimizer_sees_whole_gradients_and_changes_no_message(h
         def watch(*given, model=model, whole=whole):
             whole.append(all(parameter.grad is not None for parameter in model.parameters()))
 
-        optimizer_step = OptimizerStep(
-            "", optimizer, [], [], TrainConfig(steps=1), UpdateRule(None, None), uncut().norm
-        )
+        optimizer_step = OptimizerStep(optimizer, [], [], TrainConfig(steps=1), UpdateRule(None, None), uncut().norm)
         reducer, recorder, arrivals = streamed(model)
         if watched and hook == "replaced":
             optimizer.step = lambda step=optimizer.step: (watch(), step())  # type: ignore[assignment,misc]

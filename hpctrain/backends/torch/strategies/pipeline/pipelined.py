@@ -124,7 +124,9 @@ class PipelineForwardBackward:
     is_collective = True
 
     def __post_init__(self) -> None:
-        self.called: Any = self
+        self.model: Any = self
+        self.has_same_samples = False
+        """Whether ranks have compared the samples of their first update."""
         self.idle = [self.layers.of_others(chunk) for chunk in range(self.stage.chunks)]
 
     @property
@@ -154,23 +156,11 @@ class PipelineForwardBackward:
         stage.settle()
         return value
 
-    def begin(self, micro_batches: Sequence[HostBatch]) -> None:
-        """Raises UserError, on all ranks, if ranks of one model got different samples. Collective.
-
-        The first stage uses the inputs and the last one the targets, so a mismatch would go unnoticed.
-        """
-        world = self.parts.world
-        found = world.everyone.allgather(list(map(checksum, micro_batches)), "compare the samples of stages")
-        stage = len(found) // world.pipeline.size
-        odd = next((rank for rank in range(stage, len(found)) if found[rank] != found[rank % stage]), None)
-        if odd is not None:
-            raise UserError(
-                f"ranks {odd % stage} and {odd}, which are stages of one model, got different samples",
-                "make transforms depend on the sample and its rng only, and streams on world.data",
-            )
-
     def run(self, accumulation: GradientAccumulation, micro_batches: Sequence[HostBatch], clock: StepClock) -> None:
         """See ForwardBackward. All stages get the same micro-batches and loss. Waits for stages are exchange time."""
+        if not self.has_same_samples:
+            self._require_same_samples(micro_batches)
+            self.has_same_samples = True
         stage = self.stage
         batches, everyones = even_passes(micro_batches, self.parts.partition.sync_group)
         under_way = {
@@ -200,6 +190,21 @@ class PipelineForwardBackward:
                         one.backward(accumulation)
         stage.settle()
         accumulation.take(stage.share_loss(accumulation.as_array()))
+
+    def _require_same_samples(self, micro_batches: Sequence[HostBatch]) -> None:
+        """Raises UserError, on all ranks, if ranks of one model got different samples. Collective.
+
+        The first stage uses the inputs and the last one the targets, so a mismatch would go unnoticed.
+        """
+        world = self.parts.world
+        found = world.everyone.allgather(list(map(checksum, micro_batches)), "compare the samples of stages")
+        stage = len(found) // world.pipeline.size
+        odd = next((rank for rank in range(stage, len(found)) if found[rank] != found[rank % stage]), None)
+        if odd is not None:
+            raise UserError(
+                f"ranks {odd % stage} and {odd}, which are stages of one model, got different samples",
+                "make transforms depend on the sample and its rng only, and streams on world.data",
+            )
 
     @contextlib.contextmanager
     def _undone(self, under_way: MicroBatch) -> Iterator[None]:
