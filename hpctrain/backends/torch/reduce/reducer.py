@@ -71,10 +71,6 @@ class Reducer(Protocol):
         """Parameters by name, or this rank's parts of them, with summed gradients in ``grad``. Used for norms: if each
         element counts once over the ranks, parameters that all ranks update count on one rank only."""
 
-    def forget_norm(self) -> None:
-        """Called when summed gradients have been changed: a norm that was read before is wrong."""
-        return
-
     def gather_parameters(self) -> bool:
         """After the optimizer's step, sends what only this rank has updated to all. Returns whether ranks do so."""
         return False
@@ -99,10 +95,6 @@ class WithNorm(Reducer):
     def norm(self) -> float:
         """See Reducer."""
         return float(norm_of(self.gradients())) if self.known_norm is None else self.known_norm
-
-    def forget_norm(self) -> None:
-        """Gradients have changed since ``exchange``."""
-        self.known_norm = None
 
     def read(self, slots: torch.Tensor) -> ExchangeResult:
         """Reads the summed slots, and the norm if it is needed."""

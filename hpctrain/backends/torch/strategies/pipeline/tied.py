@@ -53,8 +53,6 @@ class Tied:
                 wait(WHAT)
             gradient.copy_(functools.reduce(torch.add, parts.values()))
         self.messages.settle(WHAT)
-        if found:
-            reducer.forget_norm()
 
     def norm(self, partition: Partition, reducer: Reducer) -> float:
         """L2 norm of this stage's gradients; that of copies counts on the first stage that has one.
