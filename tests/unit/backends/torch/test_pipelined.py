@@ -207,9 +207,7 @@ def test_tied_parameters_may_have_any_memory_order():
         messages = HostExchange(Messages(group), Waiting(NO_CLOCK, Neighbours.PIPELINE))
         tied = nn.Parameter(torch.zeros(3, 2).t())
         tied.grad = (torch.arange(6.0) * 10**group.rank).view(3, 2).t()
-        Tied(group.rank, {"table": (0, 1)}, messages).add(
-            cast(Any, SimpleNamespace(summed=lambda: [("table", tied)]))
-        )
+        Tied(group.rank, {"table": (0, 1)}, messages).add(cast(Any, SimpleNamespace(summed=lambda: [("table", tied)])))
         assert tied.grad is not None
         return tied.grad
 
