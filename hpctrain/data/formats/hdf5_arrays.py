@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
+import resource
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +23,8 @@ from hpctrain.system.array_types import Array, Ints
 
 BLOCK_BYTES = 64 * 2**10
 """Minimum size of a read from an array that is not contiguous."""
+ADVISED_BYTES = 128 * 2**10
+"""Linux may cut advice about more bytes down to a file system's read-ahead window, by default this large."""
 
 
 @dataclass(eq=False)
@@ -33,6 +37,8 @@ class MappedArray:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     layout: str = "contiguous"
+    is_cold: bool = False
+    """Whether samples had to wait for the disk, so far."""
 
     @cached_property
     def array(self) -> Array:
@@ -42,7 +48,20 @@ class MappedArray:
     def take(self, indices: Ints) -> Array:
         """The samples at these indices, as a new array; raises UserError if the file has become too short."""
         self.check()
-        return self.array.take(indices, axis=0).astype(self.dtype.newbyteorder("="), copy=False)
+        if self.is_cold:
+            self._fetch(indices)
+        faults = disk_faults()
+        taken = self.array.take(indices, axis=0).astype(self.dtype.newbyteorder("="), copy=False)
+        self.is_cold = self.is_cold or disk_faults() > faults
+        return taken
+
+    def _fetch(self, indices: Ints) -> None:
+        """Have the system read these samples all at once: the copy waits for one page after the other."""
+        num_bytes = self.array[:1].nbytes
+        for begin in (self.begin + indices * num_bytes).tolist():
+            for page in range(begin - begin % mmap.PAGESIZE, begin + num_bytes, ADVISED_BYTES):
+                with contextlib.suppress(OSError):  # it is advice: the copy would tell of a real error
+                    self.mapping.madvise(mmap.MADV_WILLNEED, page, min(ADVISED_BYTES, begin + num_bytes - page))
 
     def check(self) -> None:
         """Raise UserError if the file has become too short."""
@@ -51,6 +70,11 @@ class MappedArray:
         if num_bytes < end:
             fix = "copy or make it again, and do not change data during a run"
             raise UserError(f"{self.path} is truncated: it has {num_bytes} bytes in place of at least {end}", fix)
+
+
+def disk_faults() -> int:
+    """How often this thread has waited for a page of a mapped file that was not in memory."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
 
 
 @dataclass(eq=False)

@@ -1,8 +1,12 @@
 """HDF5 files as datasets: the same samples from every layout, and one clear sentence for every file that is none."""
 
+import ctypes
 import itertools
+import mmap
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import h5py
@@ -87,6 +91,46 @@ def test_a_file_of_contiguous_arrays_is_not_held_open(tmp_path):
     with h5py.File(path, "r+") as file:
         file["x"][0] = 9
     assert dataset.read(np.array([0]))["x"].max() == 9
+
+
+def is_in_memory(path: Path, offset: int, num_bytes: int) -> bool:
+    """Whether a file's bytes can be read without waiting for the disk; always true on file systems in memory."""
+    pages = range(offset // mmap.PAGESIZE, -(-(offset + num_bytes) // mmap.PAGESIZE))
+    begin = pages.start * mmap.PAGESIZE
+    file = np.memmap(path, np.uint8, "r", begin, (num_bytes + offset - begin,))
+    resident = np.zeros(len(pages), np.uint8)
+    address, length = ctypes.c_void_p(file.ctypes.data), ctypes.c_size_t(file.nbytes)
+    assert ctypes.CDLL(None).mincore(address, length, ctypes.c_void_p(resident.ctypes.data)) == 0
+    return bool((resident & 1).all())
+
+
+def test_samples_that_are_on_disk_are_fetched_all_at_once(tmp_path):
+    values = np.arange(64 * 300_000, dtype=np.uint8).reshape(64, 300_000)
+    path = write(tmp_path / "a.h5", x=values)
+    array = open_dataset(path).readers["x"]
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    assert not array.is_cold
+
+    def drop() -> None:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    drop()
+    on_disk = not is_in_memory(path, array.begin + 20 * 300_000, 300_000)
+    assert np.array_equal(array.take(np.array([20, 3])), values[[20, 3]])
+    assert array.is_cold == on_disk
+
+    drop()
+    indices = np.array([50, 7, 31])
+    array._fetch(indices)
+    places = [array.begin + index * 300_000 for index in indices.tolist()]
+    deadline = time.monotonic() + 60
+    while not all(is_in_memory(path, place, 300_000) for place in places):
+        assert time.monotonic() < deadline, "advice about whole samples did not bring them into memory"
+        time.sleep(0.01)
+    array.is_cold = True
+    assert np.array_equal(array.take(indices), values[indices])
+    os.close(descriptor)
 
 
 def test_fields_are_chosen_and_ordered(mixed):
