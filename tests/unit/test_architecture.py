@@ -60,7 +60,7 @@ TOKENS: dict[str, int] = {
     "config": 11695,
     "comm": 6112,
     "run": 26263,
-    "data": 37887,
+    "data": 38069,
     "reduce": 11444,
     "train": 14657,
     "tasks": 7606,
