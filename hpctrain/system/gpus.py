@@ -38,6 +38,14 @@ def usable_gpus(root: Path = Path("/")) -> list[Gpu]:
     return [gpu for gpu in (*_nvidia(root), *_amd(root), *_intel(root)) if _opens(gpu.path)]
 
 
+def keep_own_instance(local_rank: int) -> None:
+    """Leaves this process one of several instances of GPUs (MIG) that it was given: CUDA would take the first one, on
+    every rank (docs.nvidia.com/datacenter/tesla/mig-user-guide). Before the first use of CUDA."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if len(given) > 1 and all(name.startswith("MIG-") for name in given):
+        os.environ["CUDA_VISIBLE_DEVICES"] = given[local_rank % len(given)]
+
+
 def _nvidia(root: Path) -> Iterator[Gpu]:
     for path in sorted((root / "dev").glob("nvidia[0-9]*")):
         yield Gpu("NVIDIA", path)

@@ -6,6 +6,7 @@ import contextlib
 import sys
 
 from hpctrain.errors import UserError
+from hpctrain.system.gpus import keep_own_instance
 
 
 def begin_task(seed: int, precision: str = "fp32", local_rank: int = 0) -> None:
@@ -22,6 +23,7 @@ def choose_gpu(local_rank: int) -> None:
     """Hides all GPUs but this rank's from TensorFlow, before its first tensor; see ``require_own_gpu``."""
     import tensorflow as tf
 
+    keep_own_instance(local_rank)
     gpus = tf.config.list_physical_devices("GPU")
     if gpus:
         with contextlib.suppress(RuntimeError):  # already initialized: harmless for a task of another framework

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity
 
 from hpctrain.errors import UserError
-from hpctrain.system.gpus import Gpu, usable_gpus
+from hpctrain.system.gpus import Gpu, keep_own_instance, usable_gpus
 
 KINDS = {"cuda": "NVIDIA", "xpu": "Intel"}
 """Types of devices that are used, with the vendor that their name is about."""
@@ -81,6 +81,7 @@ def pick(local_rank: int) -> torch.device:
 
     Raises UserError if there are GPUs that this PyTorch cannot use.
     """
+    keep_own_instance(local_rank)
     devices = available()
     if not devices:
         require_usable([gpu for gpu in usable_gpus() if not are_hidden(gpu.vendor)])

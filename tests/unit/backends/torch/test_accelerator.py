@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import threading
 from contextlib import closing
@@ -72,6 +73,19 @@ def four(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
 def test_ranks_get_devices_in_turn(four):
     assert [accelerator.pick(rank) for rank in (0, 3, 5)] == four == [torch.device("xpu", n) for n in (0, 3, 1)]
     assert accelerator.vendor() == "Intel"
+
+
+@pytest.mark.parametrize(
+    ("given", "left"), [("MIG-a,MIG-b", ["MIG-a", "MIG-b", "MIG-a"]), ("MIG-a", ["MIG-a"] * 3), ("0,1", ["0,1"] * 3)]
+)
+def test_ranks_get_instances_of_gpus_in_turn(four, given, left, monkeypatch):
+    """Of several, CUDA shows a process the first one only."""
+    found = []
+    for rank in range(3):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+        accelerator.pick(rank)
+        found.append(os.environ["CUDA_VISIBLE_DEVICES"])
+    assert found == left
 
 
 @pytest.fixture
