@@ -56,7 +56,7 @@ permission."""
 
 TOKENS: dict[str, int] = {
     "errors": 1076,
-    "system": 14377,
+    "system": 14442,
     "config": 11695,
     "comm": 6112,
     "run": 26263,
@@ -64,7 +64,7 @@ TOKENS: dict[str, int] = {
     "reduce": 11444,
     "train": 14657,
     "tasks": 7606,
-    "backends": 126666,
+    "backends": 126684,
     "checkpoint": 52287,
     "monitor": 32321,
     "track": 6496,
