@@ -20,7 +20,7 @@ from pathlib import Path
 
 from hpctrain.programs.plain_command import reserve_port
 from tests.conftest import NOT_PERMITTED
-from tests.support.mpi import GIVES_WAY, LAUNCH_S, PATIENCE_S, python_path
+from tests.support.mpi import GIVES_WAY, LAUNCH_S, PATIENCE_S, python, python_path
 from tests.support.warm_ranks import WARM
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "unshare", "setpriv")
@@ -191,9 +191,8 @@ class Cluster:
         path = self.socket(name)
         for old in (path, path.with_name(f"{path.name}.new")):
             old.unlink(missing_ok=True)
-        inside = ["nsenter", "-t", str(self.init(name)), "-u", "-p", "-m"]
-        ranks = [*inside, sys.executable, "-P", "-m", "tests.support.warm_ranks", str(path), "torch"]
-        self.daemons[f"ranks-{name}"] = self.spawn(f"ranks-{name}", ranks)
+        words = ["-P", "-m", "tests.support.warm_ranks", str(path), "torch", str(self.init(name))]
+        self.daemons[f"ranks-{name}"] = self.spawn(f"ranks-{name}", [*python("torch"), *words])
 
     def socket(self, name: str) -> Path:
         """Socket of the node's process that forks ranks."""
@@ -291,7 +290,7 @@ def two_nodes(base: Path) -> Iterator[Cluster]:
                 cluster.kill_node(name)
         for name in ("slurmctld", "munged"):
             if name in cluster.daemons:
-                cluster.daemons[name].terminate()
+                cluster.daemons[name].kill()  # asked to end, slurmctld waits 10 s for the nodes
                 cluster.daemons[name].wait(PATIENCE_S)
         for holder in holders:
             holder.close()

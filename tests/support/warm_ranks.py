@@ -2,8 +2,9 @@
 
 It is the parent process of ``hpctrain.launch.forks``, which has also imported what the tests' tasks need, shared by all
 tests. Its ranks may be on hosts that are network namespaces. Runs that use it start no parent of their own.
+Nodes of the tests' Slurm also have their own process IDs: a fork that has entered a node, given its INIT, serves there.
 
-    python -P -m tests.support.warm_ranks SOCKET FRAMEWORK
+    python -P -m tests.support.warm_ranks SOCKET FRAMEWORK [INIT]
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from hpctrain.launch.forks.parent import become, prepare, run, serve
 from hpctrain.system.processes import die_with_parent
 
 WARM = Path(__file__).parent / "warm"
-CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWPID, CLONE_NEWNET = 0x00020000, 0x04000000, 0x20000000, 0x40000000
 """From linux/sched.h."""
 START_S = 240.0
 
@@ -79,13 +80,20 @@ def variables(framework: str, environment: Mapping[str, str]) -> dict[str, str]:
     return {"WARM_RANKS": str(path), "PYTHONPATH": f"{WARM}{os.pathsep}{environment['PYTHONPATH']}", FORKS: "0"}
 
 
-def _join(stand_in: int) -> None:
-    """Move this process to the stand-in's host, if that has a separate network or host name (see ``netns``)."""
-    for kind, flag in (("net", CLONE_NEWNET), ("uts", CLONE_NEWUTS)):
-        theirs = f"/proc/{stand_in}/ns/{kind}"
+def _join(pid: int, **namespaces: int) -> None:
+    """Move this process to another one's namespaces, as far as they differ (see ``netns``); mnt last: it has /proc."""
+    for kind, flag in namespaces.items():
+        theirs = f"/proc/{pid}/ns/{kind}"
         if os.readlink(theirs) != os.readlink(f"/proc/self/ns/{kind}"):
             with open(theirs, "rb") as opened:
                 assert ctypes.CDLL(None).setns(opened.fileno(), flag) == 0, f"{theirs} cannot be entered"
+
+
+def _enter(init: int) -> None:
+    """Continue on a node, in a child: a process keeps its ID, and the namespace of that. This process waits for it."""
+    _join(init, uts=CLONE_NEWUTS, pid_for_children=CLONE_NEWPID, mnt=CLONE_NEWNS)
+    if child := os.fork():
+        os._exit(os.waitpid(child, 0)[1] != 0)
 
 
 def forget(shared: list[str]) -> None:
@@ -94,8 +102,10 @@ def forget(shared: list[str]) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
-def main(path: str, framework: str) -> None:
+def main(path: str, framework: str, init: str = "") -> None:
     """Serve requests; each fork becomes a rank."""
+    if init:
+        _enter(int(init))
     die_with_parent()
     shared: list[str] = []
     atexit.register(forget, shared)  # first, so that it is called last
@@ -109,7 +119,7 @@ def main(path: str, framework: str) -> None:
         os.rename(f"{path}.new", path)
         order = serve(listener)
     assert order is not None, "this process cannot fork"
-    _join(order.stand_in)
+    _join(order.stand_in, net=CLONE_NEWNET, uts=CLONE_NEWUTS)
     become(order)
     run(order.argv)
 
