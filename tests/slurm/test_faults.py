@@ -91,7 +91,7 @@ def test_a_hanging_rank_ends_the_attempt(train):
 
 
 def test_a_step_whose_daemon_dies_ends_the_attempt(train, undisturbed):
-    run = train(0.3)
+    run = train(0.3, launch={"launcher": "srun"})  # mpirun needs no such daemon
     job = run.submit()
     run.wait_for(lambda: run.events("checkpoint_saved"))
     init = run.cluster.init("n2")
