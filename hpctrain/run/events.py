@@ -345,7 +345,7 @@ TakeOver = RunStarted | Resumed
 
 def encode(event: Event) -> bytes:
     """Encodes an event as one line of strict JSON. NaN and infinity, which JSON does not have, become null."""
-    return json.dumps(finite(event.to_json(), None), allow_nan=False, separators=(", ", ": ")).encode() + b"\n"
+    return json.dumps(finite(event.to_json(), None), separators=(", ", ": ")).encode() + b"\n"
 
 
 class Decoder:
