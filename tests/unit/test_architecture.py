@@ -59,7 +59,7 @@ TOKENS: dict[str, int] = {
     "system": 14442,
     "config": 11695,
     "comm": 6112,
-    "run": 26263,
+    "run": 26259,
     "data": 38069,
     "reduce": 11444,
     "train": 14657,
