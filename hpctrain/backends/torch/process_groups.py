@@ -233,8 +233,8 @@ def gloo(
 def nccl(group: Group, meeting: Rendezvous, device: torch.device, timeout: timedelta) -> Any:
     """An NCCL (or XCCL) process group, connected at once. Collective. Raises UserError, on all ranks, if that fails.
 
-    Callers wait for each operation with a timeout. NCCL's errors are then raised there, instead of ending the process
-    from a thread, as torch does by default.
+    NCCL's errors are raised where a rank begins or awaits an operation, instead of ending the process from a thread, as
+    torch does by default. An operation that never ends is the monitor's to report.
     """
     word = word_of(device)
     kind: Any = getattr(dist, f"ProcessGroup{word.upper()}")
@@ -328,8 +328,9 @@ class ProcessGroup:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            with contextlib.suppress(RuntimeError, AttributeError):  # gloo has none in PyTorch 2.6
-                self.ranks.abort()  # otherwise a GPU operation keeps waiting, and the process cannot exit
+            if self.device.type == "cpu":  # NCCL's abort waits for other ranks, up to the group's timeout: see close
+                with contextlib.suppress(RuntimeError, AttributeError):  # gloo has none in PyTorch 2.6
+                    self.ranks.abort()
             raise RunFailed(
                 f"rank {self.group.rank} of {self.group.size} waited {time.monotonic() - begun:.0f} s for the other "
                 f"ranks to {what}: {str(error).strip().splitlines()[0]}",

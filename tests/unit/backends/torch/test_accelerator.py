@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import threading
@@ -29,7 +30,7 @@ from hpctrain.backends.torch.task.task_state import TaskState
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import alone
 from hpctrain.config.sections import TrainConfig
-from hpctrain.errors import UserError
+from hpctrain.errors import RunFailed, UserError
 from hpctrain.system import python
 from hpctrain.system.gpus import Gpu
 from hpctrain.train.clock import NO_CLOCK, Neighbours, Waiting
@@ -170,15 +171,17 @@ def test_a_rank_that_fails_waits_for_no_other_on_its_gpu(monkeypatch):
     ended: list[str] = []
     monkeypatch.setattr(accelerator, "synchronize", lambda device: ended.append("synchronize"))
     monkeypatch.setattr(python, "AT_ONCE", threading.Event())
-    ranks, group = SimpleNamespace(shutdown=lambda: ended.append("shutdown")), Group("data")
+    calls = {name: functools.partial(ended.append, name) for name in ("abort", "shutdown")}
+    ranks, group = SimpleNamespace(**calls), Group("data")
 
     def use(error: Exception | None) -> None:
         OPEN[group] = ProcessGroup(group, ranks, torch.device("cuda", 0))
-        with contextlib.suppress(ValueError), closing(OPEN[group].shared()):
+        with contextlib.suppress(ValueError, RunFailed), closing(OPEN[group].shared()) as peers, peers.explained("add"):
             if error is not None:
                 raise error
 
     use(ValueError("of the task"))
+    use(RuntimeError("NCCL error"))
     assert ended == [] and group not in OPEN and python.AT_ONCE.is_set()
     use(None)
     assert ended == ["synchronize", "shutdown"]
