@@ -64,7 +64,7 @@ TOKENS: dict[str, int] = {
     "reduce": 11444,
     "train": 14657,
     "tasks": 7606,
-    "backends": 126684,
+    "backends": 126693,
     "checkpoint": 52287,
     "monitor": 32321,
     "track": 6496,
