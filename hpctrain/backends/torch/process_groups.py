@@ -342,7 +342,7 @@ def is_left_open(device: torch.device) -> bool:
     """Whether to leave a process group open, as this rank fails; the process then ends without its destructor.
 
     Closing waits for collectives that other ranks may never enter, and NCCL also for the node's other ranks
-    (ncclCommDestroy), while these wait for this one: its error would not be reported, and nobody would end them.
+    (ncclCommDestroy), while these wait for this one, whose error would not be reported.
     """
     if device.type == "cpu" or sys.exc_info()[0] is None:
         return False
