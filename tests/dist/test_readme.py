@@ -14,6 +14,7 @@ import pytest
 from hpctrain import cli
 from tests.support import printed
 from tests.support.command import PROJECT, environment, events, hpctrain
+from tests.support.warm_ranks import variables
 
 README = (PROJECT / "README.md").read_text(encoding="utf-8")
 INDEX = (PROJECT / "docs" / "index.md").read_text(encoding="utf-8")
@@ -94,8 +95,8 @@ def test_the_commands_of_the_table_of_figures(newcomer):
         if words[0] == "hpctrain":
             assert hpctrain(*words[1:], *more, cwd=newcomer, timeout=250).stdout
         else:
-            command = [sys.executable, *words[1:], *more]
-            done = subprocess.run(command, cwd=newcomer, env=environment(), capture_output=True, text=True, timeout=250)
+            command, env = [sys.executable, *words[1:], *more], environment(variables("torch", environment()))
+            done = subprocess.run(command, cwd=newcomer, env=env, capture_output=True, text=True, timeout=250)
             assert done.returncode == 0 and done.stdout, done.stderr
             assert "recovery" not in line or "1 of 1" in done.stdout
             assert "under_kills" not in line or done.stdout.endswith("yes\n"), "the same weights"
