@@ -41,7 +41,7 @@ OUTER, VELOCITY, AHEAD, COMING, UNDER_WAY = (
 PARTS = 16
 """Number of parts of the weights that are exchanged in turn with ``overlap``."""
 ALL = slice(0, sys.maxsize)
-NOTHING = UpdateResult((0.0, 0.0), None)
+NOTHING = UpdateResult({})
 """Result of an update for which the group has no samples."""
 
 

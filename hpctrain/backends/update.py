@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -173,13 +173,19 @@ def ranks_at_fault(error: NotFinite, group: Group, own_finite: bool, what: str =
 class UpdateResult:
     """Result of one update; see StepResult."""
 
-    loss: tuple[float, float]
-    """This rank's (sum, weight)."""
-    grad_norm: float | None
-    """Global L2 norm of the averaged gradient before clipping, if it was computed."""
-    more: Sums = field(default_factory=dict)
-    """Other (sum, weight) pairs of this rank, by name, returned by a task's own step."""
+    values: Mapping[str, tuple[Any, Any]]
+    """This rank's (sum, weight) by name; numbers, or scalars that may be on a device still."""
+
+    @classmethod
+    def of(cls, loss: tuple[float, float], grad_norm: float | None, more: Mapping[str, tuple[Any, Any]]) -> Self:
+        """The result of an update of a task with a loss.
+
+        Args:
+            loss: this rank's (sum, weight).
+            grad_norm: global L2 norm of the averaged gradient before clipping, if it was computed.
+            more: the metrics of ``train.metrics``.
+        """
+        return cls({**more, "loss": loss, **({} if grad_norm is None else {"grad_norm": (grad_norm, 1.0)})})
 
     def sums(self) -> Sums:
-        known = {} if self.grad_norm is None else {"grad_norm": (self.grad_norm, 1.0)}
-        return {**self.more, "loss": self.loss, **known}
+        return {name: (float(total), float(weight)) for name, (total, weight) in self.values.items()}

@@ -23,7 +23,7 @@ task_args: {{lr: 0.003}}  # arguments of the task function
 train:
   epochs: 5
   global_batch: 64  # samples of one update, shared between the ranks
-schedule:
+{reported}schedule:
   kind: cosine
   warmup_epochs: 1
 checkpoint:
@@ -52,9 +52,10 @@ def run(args: argparse.Namespace) -> int:
     folder = Path(args.folder)
     starter = Path(__file__).parent / "starters" / f"{FRAMEWORKS[args.framework]}_{args.kind}.py"
     metric, mode = ("error", "min") if args.kind in ("table", "steps") else ("accuracy", "max")
+    reported = "" if args.kind == "steps" else f"  metrics: [{metric}]  # of training batches too, next to the loss\n"
     texts = {
         folder / f"{args.name}.py": starter.read_text(encoding="utf-8"),
-        folder / f"{args.name}.yaml": RUN_FILE.format(name=args.name, metric=metric, mode=mode),
+        folder / f"{args.name}.yaml": RUN_FILE.format(name=args.name, metric=metric, mode=mode, reported=reported),
     }
     there = [path for path in texts if path.exists()]
     if there:

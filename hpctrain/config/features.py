@@ -96,6 +96,7 @@ class Feature(StrEnum):
     TEST_STEP = "the model's own test_step (Keras)"
     TORCH_METRICS = "torchmetrics metrics"
     TORCH_SCHEDULER = "a TorchScheduler"
+    TRAIN_METRICS = "train.metrics"
     TRAIN_STEP = "the model's own train_step (Keras)"
     UNKNOWN_OPTIMIZER = "an optimizer that may update a parameter from others"
     VALIDATION = "validation data"

@@ -61,6 +61,9 @@ class TrainConfig(Section, key="train"):
     """Largest global L2 norm of the averaged gradient; larger ones are scaled down to it."""
     ema_decay: Decisive[float | None] = None
     """Decay of the exponential moving average of the weights, which evaluation then uses; by default no average."""
+    metrics: tuple[str, ...] = ()
+    """Metrics of the task to compute on training batches too and to report next to the loss, such as [accuracy]. They
+    see the outputs that the loss gets, so they cost no forward pass."""
     eval_every_epochs: Positive | None = 1
     """Evaluate every N epochs."""
     eval_every_steps: Positive | None = None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -124,17 +125,32 @@ def entries_of(metrics: Mapping[str, Any]) -> dict[str, Entry]:
     return found
 
 
+def require_metrics(names: Sequence[str], metrics: Mapping[str, Any]) -> None:
+    """Raises UserError if ``train.metrics`` has other names than these metrics."""
+    unknown = next((name for name in names if name not in metrics), None)
+    if unknown is not None:
+        fix = f"name one of {', '.join(sorted(metrics))}" if metrics else "give the task metrics="
+        raise UserError(f"train.metrics has {unknown!r}, and the task has no such metric", fix)
+
+
+def copied(metric: Any) -> Any:
+    """A metric for training batches, whose state is not that of the given one: evaluations begin that again."""
+    if isinstance(metric, Selected):
+        return replace(metric, metric=copy.deepcopy(metric.metric))
+    return copy.deepcopy(metric) if is_stateful(metric) else metric
+
+
 class MetricMeter:
     """The state of a ``Metric`` during an evaluation; see train.metrics.Meter."""
 
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
         self.metric: Metric = entry.metric
-        self.current: MetricState = {}
+        self.reset()
 
     def reset(self) -> None:
         with self.entry.named():
-            self.current = dict(self.metric.init())
+            self.current: MetricState = dict(self.metric.init())
 
     def update(self, seen: Seen) -> None:
         with self.entry.named(seen.host_batch):

@@ -8,6 +8,7 @@ from typing import Any, TextIO
 
 from hpctrain.run.events import Eval, Event, RunFinished, RunStarted, Train
 from hpctrain.system import foreign_text
+from hpctrain.system.json_shape import is_number
 from hpctrain.system.quantities import duration, number
 
 PLAIN_EVERY_S = 1.0
@@ -71,7 +72,7 @@ class BarConsole:
             self.bar = self.progress.add_task("training", total=total, completed=event.step, status="")
             self.progress.start()
         elif isinstance(event, Train) and self.bar is not None:
-            status = f"loss {number(event.loss)}  {event.rate()}"
+            status = f"{measured(event)}  {event.rate()}"
             self.progress.update(self.bar, completed=event.step, status=status)
         elif line := describe(event):
             self.progress.console.print(line)
@@ -92,7 +93,7 @@ def describe(event: Event) -> str:
     if isinstance(event, Train):
         of = f"/{event.total_steps}" if event.total_steps else ""
         lr = f"x{number(event.lr)}" if event.learning_rate is None else number(event.learning_rate)
-        return f"step {event.step}{of}  loss {number(event.loss)}  lr {lr}  {event.rate()}"
+        return f"step {event.step}{of}  {measured(event)}  lr {lr}  {event.rate()}"
     if isinstance(event, Eval):
         metrics = "  ".join(f"{name} {number(value)}" for name, value in event.metrics.items())
         return f"step {event.step}  validation: {metrics}"
@@ -102,6 +103,12 @@ def describe(event: Event) -> str:
             return f"already completed at step {event.step}: --train.epochs N trains further, --fresh starts over"
         return f"{reason} at step {event.step}, {event.steps} steps in {duration(event.seconds or 0.0)}"
     return ""
+
+
+def measured(event: Train) -> str:
+    """The loss of an interval, and the task's own metrics."""
+    values = {"loss": event.loss, **event.more}
+    return "  ".join(f"{name} {number(value)}" for name, value in values.items() if value is None or is_number(value))
 
 
 def _who(event: RunStarted) -> str:

@@ -17,7 +17,7 @@ from hpctrain.run.figures import Figures, write_figures
 from hpctrain.run.folder import RunDir
 from hpctrain.track.sink import Sink
 from hpctrain.train.clock import Phase
-from hpctrain.train.evaluation import add, mean_over_ranks
+from hpctrain.train.evaluation import add, mean_over_ranks, results_of
 from hpctrain.train.flops import Flops, of_all
 from hpctrain.train.framework import StepResult, Sums
 from hpctrain.train.hooks import BaseHook, StopReason, Training
@@ -182,6 +182,7 @@ class EventsHook(BaseHook):
         add(totals, {TOKENS: (float(training.tokens - self.tokens), 1.0)})
         training.clock.mark(Phase.CALLBACKS)
         means = mean_over_ranks(totals, data, "report the interval's means")
+        means |= results_of(training.framework.facts.meters, training.world.everyone).metrics
         training.clock.mark(Phase.EXCHANGE)  # waiting for others is not this rank's work
         now = time.monotonic()  # the host's clock may be set during the run
         seconds_taken = max(now - self.interval_began, 1e-9)

@@ -7,13 +7,14 @@ out of batches repeats another rank's.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from hpctrain.comm.group import Group
 from hpctrain.run.figures import Figure
 from hpctrain.train.framework import Evaluator, HostBatch, Judged, Sums
-from hpctrain.train.metrics import Evaluation, flattened
+from hpctrain.train.metrics import Evaluation, Meter, flattened
 
 
 def evaluate(framework: Judged, sets: Mapping[str, Iterable[HostBatch]], group: Group) -> Evaluation:
@@ -47,15 +48,22 @@ def evaluate_one(framework: Evaluator, batches: Iterable[HostBatch], group: Grou
         sums = framework.evaluate(batch, framework.meters.values() if is_own else ())
         add(totals, sums if is_own else {})
     metrics = mean_over_ranks(totals, group, "finish the evaluation")
+    found = results_of(framework.meters, group)
+    metrics |= group.broadcast(found.metrics, "tell the metrics") if framework.meters else {}
+    return Evaluation(dict(sorted(metrics.items())), found.figures)
+
+
+def results_of(meters: Mapping[str, Meter], group: Group) -> Evaluation:
+    """Results of metrics that keep state, over the samples of all ranks, on rank 0; starts them again. Collective."""
+    metrics: dict[str, float] = {}
     figures: dict[str, Figure] = {}
-    for name, meter in framework.meters.items():
-        what = f"merge the metric {name}"
-        merged = group.merge(meter.state(), meter.merge, what)
-        meter.reset()
+    for name, meter in meters.items():
+        merged = group.merge(meter.state(), meter.merge, f"merge the metric {name}")
         found = Evaluation() if merged is None else flattened(name, meter.compute(merged))
-        metrics |= group.broadcast(found.metrics, what)
+        meter.reset()
+        metrics |= found.metrics
         figures |= found.figures
-    return Evaluation(dict(sorted(metrics.items())), figures)
+    return Evaluation(metrics, figures)
 
 
 def try_meters(framework: Evaluator, batch: HostBatch) -> None:
@@ -70,8 +78,8 @@ def try_meters(framework: Evaluator, batch: HostBatch) -> None:
         meter.reset()
 
 
-def add(totals: Sums, more: Mapping[str, tuple[float, float]]) -> None:
-    """Adds (sum, weight) pairs by name, in place."""
+def add(totals: dict[str, tuple[Any, Any]], more: Mapping[str, tuple[Any, Any]]) -> None:
+    """Adds (sum, weight) pairs by name, in place; numbers, or scalars of a framework."""
     for name, (value, weight) in more.items():
         before_value, before_weight = totals.get(name, (0.0, 0.0))
         totals[name] = (before_value + value, before_weight + weight)

@@ -91,6 +91,8 @@ class Facts:
     """Sentences on what this run leaves unused of its device."""
     learning_rate: float | None = None
     """Current learning rate of the optimizer's first parameter group; None if it has none."""
+    meters: Mapping[str, Meter] = field(default_factory=dict)
+    """Metrics of ``train.metrics`` that keep state; they have seen the batches since they were last reset."""
     through_host_s: float = 0.0
     """Estimated seconds per update in which gradients of GPUs go through host memory; 0 if they do not."""
 

@@ -67,7 +67,15 @@ class KerasFramework(FrameworkOfParts):
     def facts(self) -> Facts:
         program, rate = self.program, self.source.rates.current
         reducer = program.reducer_name
-        return Facts("tensorflow", self.source.leaves, program.gradient_bytes, reducer, self.flops, learning_rate=rate)
+        return Facts(
+            name="tensorflow",
+            leaves=self.source.leaves,
+            gradient_bytes=program.gradient_bytes,
+            reducer_name=reducer,
+            flops=self.flops,
+            learning_rate=rate,
+            meters=program.meters,
+        )
 
     def dry_call(self, batch: HostBatch, validation: Sequence[HostBatch] = (), pair: HostBatch | None = None) -> None:
         with self.source.unchanged():
@@ -126,10 +134,11 @@ class KerasEvaluator:
         self, task: KerasTask, passes: KerasPasses, meters: Mapping[str, Meter], is_tried: bool = False
     ) -> None:
         self.task, self.passes, self.meters = task, passes, meters
-        self.tries = task.validation is not None and not is_tried
+        self.tries = (task.validation is not None or bool(passes.reports)) and not is_tried
 
     def try_on(self, batches: Sequence[HostBatch]) -> None:
-        """Raises UserError if the loss or a metric fails on one of these batches; skipped without validation."""
+        """Raises UserError if the loss or a metric fails on one of these batches; skipped without validation and
+        ``train.metrics``."""
         for batch in batches if self.tries else ():
             try_evaluation(self.task, self.passes, on_device(copied(batch)))
             try_meters(self, copied(batch))

@@ -17,18 +17,19 @@ from hpctrain.backends.torch.process_groups import peers_of, settings_of
 from hpctrain.backends.torch.reduce.allreduce import HOST_S_PER_BYTE
 from hpctrain.backends.torch.reduce.gradients import as_real
 from hpctrain.backends.torch.state.torch_state import Averages, TorchState
+from hpctrain.backends.torch.steps.batch_metrics import BatchMetrics
 from hpctrain.backends.torch.steps.own_step import OwnSteps
 from hpctrain.backends.torch.steps.update_step import ForwardBackward, StepParts, UpdateStep
 from hpctrain.backends.torch.strategies.strategy import PreparedModel
 from hpctrain.backends.torch.task.checks import TORCH, judges, try_metrics
-from hpctrain.backends.torch.torch_metrics import to_host
+from hpctrain.backends.update import UpdateResult
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError, kind_of
 from hpctrain.tasks.mean_check import require_mean
 from hpctrain.train.evaluation import try_meters
 from hpctrain.train.flops import Flops
-from hpctrain.train.framework import Facts, FrameworkOfParts, HostBatch, Sums, copied, samples_of
-from hpctrain.train.metrics import Meter, Seen
+from hpctrain.train.framework import Facts, FrameworkOfParts, HostBatch, Sums, copied
+from hpctrain.train.metrics import Meter
 
 
 class TorchFramework(FrameworkOfParts):
@@ -93,6 +94,7 @@ class TorchFramework(FrameworkOfParts):
             undeclared=tuple(source.task_state.undeclared),
             advice=self.advice,
             nccl=settings_of(self.device),
+            meters=self.parts.metrics.meters if self.parts.metrics else {},
         )
 
     @functools.cached_property
@@ -157,12 +159,8 @@ class TorchEvaluator:
             inputs = compute.tensors(batch)
             with compute.autocast():
                 outputs = task.forward(self.forward_backward.model, inputs)
-                scores = {name: judge(outputs, inputs) for name, judge in judges(task).items()}
-            seen = Seen(outputs, inputs, batch, to_host)
-            for meter in meters:
-                meter.update(seen)
-            samples = samples_of(batch)
-            return {name: sum_and_weight(score, samples) for name, score in scores.items()}
+            metrics = BatchMetrics(compute, judges(task), dict(enumerate(meters)))
+            return UpdateResult(metrics.scores(outputs, inputs, batch)).sums()
 
     def predict(self, batch: HostBatch) -> dict[str, NDArray[Any]]:
         task, compute = self.parts.task, self.parts.compute
@@ -171,9 +169,10 @@ class TorchEvaluator:
         return {name: on_host(value, name) for name, value in named_outputs(outputs).items()}
 
     def try_on(self, batches: Sequence[HostBatch]) -> None:
-        """Raises UserError if the loss or a metric fails on one of these batches; skipped without validation."""
+        """Raises UserError if the loss or a metric fails on one of these batches; skipped without validation and
+        ``train.metrics``."""
         task, compute = self.parts.task, self.parts.compute
-        for batch in batches if task.validation is not None else ():
+        for batch in batches if task.validation is not None or self.parts.metrics is not None else ():
             with self._evaluating():
                 try_metrics(task, self.forward_backward.model, compute.tensors(copied(batch)))
             try_meters(self, copied(batch))
@@ -196,13 +195,6 @@ class TorchEvaluator:
                 yield
         finally:
             self.averages.swap()
-
-
-def sum_and_weight(score: Any, samples: int) -> tuple[float, float]:
-    """(sum, weight) of a score that is a mean over the samples or already (sum, weight)."""
-    if isinstance(score, tuple):
-        return float(score[0]), float(score[1])
-    return float(score) * samples, float(samples)
 
 
 def on_host(output: Any, name: str = "output") -> NDArray[Any]:

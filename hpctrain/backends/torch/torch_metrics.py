@@ -50,7 +50,8 @@ class TorchMetricMeter:
 
     def update(self, seen: Seen) -> None:
         with self.entry.named(seen.batch):
-            self.metric.update(*self.entry.arguments(full_precision(seen.outputs), seen.batch))
+            outputs = full_precision(seen.outputs, torch.Tensor.detach)
+            self.metric.update(*self.entry.arguments(outputs, seen.batch))
 
     def state(self) -> Arrays:
         states = self.metric.metric_state

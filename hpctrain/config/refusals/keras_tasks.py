@@ -17,6 +17,7 @@ OF_TRAIN_STEPS = {
         "train.precision: fp16",
         "choose bf16 or fp32: fp16 needs a loss scale, which only hpctrain's own step has",
     ),
+    Feature.TRAIN_METRICS: ("train.metrics", "leave train.metrics out: what train_step returns is reported"),
     Feature.COMPILE: ("train.compile", "leave train.compile out: ranks communicate inside the step"),
     Feature.JOINT_LAYERS: (
         "BatchNormalization over all ranks",

@@ -38,6 +38,10 @@ ROWS: Rows = {
         "ctx.gather: with train.accumulate: {1} a loss over the global batch would cover only a part of it{2}",
         "set train.accumulate: 1",
     ),
+    (Feature.OWN_STEP, Feature.TRAIN_METRICS): (
+        "train.metrics is given, and the task has its own step, whose outputs only it knows",
+        "leave train.metrics out, and report them in the step: ctx.log('accuracy', value)",
+    ),
     # models and optimizers
     (Feature.MAX_NORM, Feature.RANKS): (
         "{0} is an embedding with max_norm, which changes rows in the forward pass: each of the {1} ranks would change "

@@ -43,7 +43,7 @@ class Numbers:
         self.began = self.numbers.copy()
         self.speed = 0.9 * self.speed + 0.01 * (self.aim - self.numbers)
         self.numbers += self.speed
-        return UpdateResult((0.0, 1.0), None)
+        return UpdateResult({"loss": (0.0, 1.0)})
 
     def flat_weights(self, group: Group, by_device: Group | None) -> FlatWeights:
         if not self.as_tensors:

@@ -43,5 +43,5 @@ def test_what_is_not_finite_ends_the_run_unless_the_loss_scale_may_be_at_fault(l
 
 
 def test_a_norm_that_was_not_computed_is_not_reported():
-    assert UpdateResult((3.0, 2.0), None).sums() == {"loss": (3.0, 2.0)}
-    assert UpdateResult((3.0, 2.0), 0.5).sums() == {"loss": (3.0, 2.0), "grad_norm": (0.5, 1.0)}
+    assert UpdateResult.of((3.0, 2.0), None, {}).sums() == {"loss": (3.0, 2.0)}
+    assert UpdateResult.of((3.0, 2.0), 0.5, {}).sums() == {"loss": (3.0, 2.0), "grad_norm": (0.5, 1.0)}

@@ -38,6 +38,8 @@ def test_a_batch_log_gets_plain_lines():
 def test_the_learning_rate_itself_is_shown_where_it_is_known():
     known = dataclasses.replace(train(8), lr=0.5, learning_rate=1.5e-4)
     assert describe(known) == "step 8/8  loss 0.5  lr 0.00015  123.4 samples/s"
+    metered = dataclasses.replace(known, more={"accuracy": 0.75, "label": "no number"})
+    assert describe(metered) == "step 8/8  loss 0.5  accuracy 0.75  lr 0.00015  123.4 samples/s"
 
 
 def test_a_run_that_was_complete_says_how_to_go_on():

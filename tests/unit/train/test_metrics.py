@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain import Curve, Matrix, Metric, UserError
 from hpctrain.run.figures import Figures, read_figures, write_figures
-from hpctrain.tasks.meters import MetricMeter, entries_of
+from hpctrain.tasks.meters import MetricMeter, Selected, copied, entries_of, require_metrics
 from hpctrain.train.metrics import Arrays, Seen, flattened
 
 
@@ -58,6 +58,29 @@ def test_a_metric_of_ones_own_needs_four_functions():
         "own/pair/0": 1,
         "own/pair/1": 2,
     }
+
+
+def test_metrics_of_training_batches_are_named_and_keep_their_own_state():
+    with pytest.raises(UserError, match=r"train\.metrics has 'acc', and the task has no such metric") as caught:
+        require_metrics(["accuracy", "acc"], {"accuracy": max, "auc": max})
+    assert caught.value.fix == "name one of accuracy, auc"
+    require_metrics(["auc"], {"accuracy": max, "auc": max})
+
+    class Seen:
+        def __init__(self) -> None:
+            self.batches: list[int] = []
+
+        def update(self, batch: int) -> None:
+            self.batches.append(batch)
+
+        def compute(self) -> int:
+            return len(self.batches)
+
+    given = Seen()
+    for own in (copied(given), copied(Selected(given, max)).metric):
+        own.update(1)
+        assert own.compute() == 1 and not given.compute()
+    assert copied(max) is max
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ from hpctrain.system.user_errors import blamed, shapes
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.clock import Phase, StepClock
 from hpctrain.train.framework import HostBatch, copied, samples_of
+from hpctrain.train.metrics import Meter
 
 Variables = tuple[keras.Variable, ...]
 
@@ -205,6 +206,8 @@ class TrainStepProgram:
     packing: dict[Any, Gradients] = field(default_factory=dict)
     reducers: dict[Any, KerasReducer] = field(default_factory=dict)
     """Both by the variables whose gradients are exchanged together (``key``)."""
+    meters: Mapping[str, Meter] = field(default_factory=dict)
+    """None: what ``train_step`` returns is reported."""
 
     def __post_init__(self) -> None:
         self.task, self.group, self.clock = self.context.task, self.context.world.data, self.context.clock
@@ -238,7 +241,7 @@ class TrainStepProgram:
                 raise ranks_at_fault(NotFinite(), self.group, self.meeting.own_finite, LOSS_OR_GRADIENT) from error
         self.clock.mark(Phase.OPTIMIZER)
         sums = {name: (value * samples, float(samples)) for name, value in logs.items()}
-        return UpdateResult(sums.get("loss") or next(iter(sums.values()), (0.0, 0.0)), None, sums)
+        return UpdateResult({"loss": next(iter(sums.values()), (0.0, 0.0)), **sums})
 
     def dry_call(self, batch: HostBatch) -> None:
         self.example = copied(batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,16 +13,27 @@ import numpy as np
 import tensorflow as tf
 
 from hpctrain.backends.joint_statistics import BatchNorms
+from hpctrain.backends.keras.keras_meter import to_host
 from hpctrain.backends.tensorflow.keras_performance import training_flops
 from hpctrain.backends.tensorflow.keras_reducer import KerasReducer, own_errors
-from hpctrain.backends.tensorflow.steps.passes import KerasPasses, KerasStepContext, Tensors, Traced, Update, on_device
+from hpctrain.backends.tensorflow.steps.passes import (
+    KerasPasses,
+    KerasStepContext,
+    Scores,
+    Tensors,
+    Traced,
+    Update,
+    on_device,
+)
 from hpctrain.backends.tensorflow.task.dry_call import try_training
 from hpctrain.backends.update import LOSS_OR_GRADIENT, NotFinite, UpdateResult, UpdateRule, decided, ranks_at_fault
 from hpctrain.reduce.flat_layout import SLOTS, SQUARE, WEIGHT, read_slots
 from hpctrain.reduce.reducer_choice import ChosenReducer
 from hpctrain.train.clock import Phase, StepClock
+from hpctrain.train.evaluation import add
 from hpctrain.train.flops import Flops
 from hpctrain.train.framework import HostBatch, copied
+from hpctrain.train.metrics import Meter, Seen
 
 READ = 4
 """Number of slots read after an update: LOSS to SQUARE."""
@@ -77,14 +88,16 @@ class KerasUpdate:
         self.judge = judge
         self.timed = Phase.EXCHANGE if reducer.has_peers else Phase.BACKWARD
         self.whole = Traced(self._whole, compiled=False)
-        """whole(batch, share, loss_scale): an update from one batch; arguments as for Passes.gradients."""
+        """whole(batch, share, loss_scale): an update from one batch; arguments, and what else it returns, as for
+        ``KerasPasses.gradients``."""
         self.packing = passes.packing
         signature = [self.packing.specs(), tf.TensorSpec((), tf.float64)]
         self.complete = tf.function(self._complete, autograph=False, input_signature=signature)
         """complete(gradients, loss_scale): an update from this rank's gradients."""
 
-    def _whole(self, batch: Tensors, share: tf.Tensor, loss_scale: tf.Tensor) -> tf.Tensor:
-        return self._complete(self.passes.gradients(batch, share, loss_scale), loss_scale)
+    def _whole(self, batch: Tensors, share: tf.Tensor, loss_scale: tf.Tensor) -> tuple[tf.Tensor, tuple[Scores, Any]]:
+        gradients, seen = self.passes.gradients(batch, share, loss_scale)
+        return self._complete(gradients, loss_scale), seen
 
     def _complete(self, tensors: Sequence[tf.Tensor], loss_scale: tf.Tensor) -> tf.Tensor:
         rows, (*gradients, own) = self.packing.apart(tensors)
@@ -151,6 +164,8 @@ class LossProgram:
     rule: UpdateRule
     """Clipping and loss scale."""
     batch_norms: BatchNorms
+    meters: Mapping[str, Meter]
+    """Metrics of training batches that keep state."""
 
     def __post_init__(self) -> None:
         self.packing, self.clock = self.passes.packing, self.context.clock
@@ -179,18 +194,25 @@ class LossProgram:
                 share, scale = self._scalars(global_samples)
                 if len(batches) == 1:
                     self.batch_norms.begin_micro_batch(0)
-                    values = self.steps.whole(batches[0], share, scale)
+                    values, *seen = self.steps.whole(batches[0], share, scale)
                 else:
-                    values = self.steps.complete(self._gradients(batches, global_samples), scale)
+                    gradients, seen = self._gradients(batches, global_samples)
+                    values = self.steps.complete(gradients, scale)
                 self.judge.read(values, self.steps.timed)
         except (tf.errors.OpError, NotFinite) as error:
             if self.judge.finite.numpy() and not isinstance(error, NotFinite):
                 raise
-            own = all(np.isfinite(np.asarray(piece)).all() for piece in self._gradients(batches, global_samples))
+            gradients, _ = self._gradients(batches, global_samples)
+            own = all(np.isfinite(np.asarray(piece)).all() for piece in gradients)
             raise ranks_at_fault(NotFinite(), self.context.world.data, own, LOSS_OR_GRADIENT) from error
         self.clock.mark(Phase.OPTIMIZER)
+        scores: Scores = {}
+        for (found, outputs), batch, host in zip(seen, batches, micro_batches, strict=True):
+            add(scores, found)
+            for meter in self.meters.values():
+                meter.update(Seen(outputs, batch, host, to_host))
         loss, weight = self.judge.own
-        return UpdateResult((loss * global_samples, weight * global_samples), self.judge.norm)
+        return UpdateResult.of((loss * global_samples, weight * global_samples), self.judge.norm, scores)
 
     def _rehearsal(self, batches: Sequence[Tensors], global_samples: int) -> Callable[[KerasReducer], None]:
         """Returns a rehearsal of the exchange of these batches' gradients."""
@@ -199,7 +221,8 @@ class LossProgram:
         def rehearse(reducer: KerasReducer) -> None:
             add_up = sums.setdefault(id(reducer), tf.function(reducer.sum, autograph=False))
             with self.batch_norms.update(len(batches)):
-                _, pieces = self.packing.apart(self._gradients(batches, global_samples))
+                gradients, _ = self._gradients(batches, global_samples)
+                _, pieces = self.packing.apart(gradients)
                 np.asarray(add_up(pieces)[-1])  # waits for the device
 
         return rehearse
@@ -211,14 +234,18 @@ class LossProgram:
     def close(self) -> None:
         self.chosen.close()
 
-    def _gradients(self, batches: Sequence[Tensors], global_samples: int) -> list[tf.Tensor]:
-        """This rank's gradients; zeros if its part of the batch is empty."""
+    def _gradients(
+        self, batches: Sequence[Tensors], global_samples: int
+    ) -> tuple[list[tf.Tensor], list[tuple[Scores, Any]]]:
+        """This rank's gradients, zeros if its part of the batch is empty; and what metrics need of each batch."""
         tensors: list[tf.Tensor] = []
+        seen = []
         for index, batch in enumerate(batches):
             self.batch_norms.begin_micro_batch(index)
-            more = self.passes.gradients(batch, *self._scalars(global_samples))
+            more, one = self.passes.gradients(batch, *self._scalars(global_samples))
             tensors = self.packing.added(tensors, more) if tensors else more
-        return tensors or self.packing.zeros()
+            seen.append(one)
+        return tensors or self.packing.zeros(), seen
 
     def _scalars(self, global_samples: int) -> tuple[tf.Tensor, tf.Tensor]:
         """Each sample's weight, 1 / global_samples, and the loss scale."""

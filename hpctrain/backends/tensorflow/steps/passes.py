@@ -24,10 +24,15 @@ from hpctrain.reduce.flat_layout import LOSS, WEIGHT, WEIGHTED
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.system.user_errors import words
 from hpctrain.tasks.definition import KerasTask
+from hpctrain.tasks.meters import require_metrics
 from hpctrain.train.clock import StepClock
 from hpctrain.train.framework import HostBatch, StepSettings
 
 Tensors = Mapping[str, tf.Tensor]
+Scores = dict[str, tuple[tf.Tensor, tf.Tensor]]
+"""(sum, weight) by name."""
+Passed = tuple[list[tf.Tensor], tuple[Scores, Any]]
+"""Packed gradients of a pass; scores of its batch and its outputs, as far as ``train.metrics`` needs them."""
 _AS_GRAPH = tf.__internal__.autograph.control_status_ctx()
 """AutoGraph's state outside TensorFlow functions, in which explicit conversion is enabled."""
 
@@ -88,6 +93,7 @@ class KerasPasses:
         compiled: bool,
         averages: Sequence[tf.Variable] = (),
         joint: KerasSyncBatchNorm | None = None,
+        reports: Sequence[str] = (),
     ) -> None:
         """
         Args:
@@ -97,7 +103,9 @@ class KerasPasses:
             compiled: whether XLA compiles the passes.
             averages: EMA weights that replace the trainable variables in evaluation and prediction; may be empty.
             joint: joins the statistics of BatchNormalization layers over ranks; None to keep them per rank.
+            reports: ``train.metrics``.
         """
+        self.reports = reports
         self.joint = joint
         self.task = task
         self.variables = task.model.trainable_variables
@@ -112,7 +120,8 @@ class KerasPasses:
         """Whether the task's loss returns a weight; None until traced."""
         self.averages = averages
         self.gradients = Traced(self._gradients if joint is None else self._joint_gradients, compiled)
-        """gradients(batch, share, loss_scale) -> packed gradients of (sum of the loss) * share * loss_scale.
+        """gradients(batch, share, loss_scale) -> packed gradients of (sum of the loss) * share * loss_scale, and what
+        ``train.metrics`` needs (see ``_seen``).
 
         ``share`` is 1 / samples of the global batch. The slots do not include the loss scale.
         """
@@ -129,9 +138,10 @@ class KerasPasses:
                 what = f"{variable.path} was {verb} during training, which a compiled step does not see"
                 raise UserError(what, "set trainable in the task; another run can begin with these weights: init_from")
 
-    def _gradients(self, batch: Tensors, share: tf.Tensor, loss_scale: tf.Tensor) -> list[tf.Tensor]:
+    def _gradients(self, batch: Tensors, share: tf.Tensor, loss_scale: tf.Tensor) -> Passed:
         with tf.GradientTape() as tape:
-            loss = self._loss(self.outputs(batch, training=True), batch)
+            outputs = self.outputs(batch, training=True)
+            loss = self._loss(outputs, batch)
             share, loss_scale = tf.cast(share, loss.total.dtype), tf.cast(loss_scale, loss.total.dtype)
             target = loss.total * share * loss_scale
         self.weighted = loss.weighted
@@ -141,24 +151,40 @@ class KerasPasses:
             raise loss_of_nothing()
         known = refused_or_dense(self.packing, self.variables, gradients, self.sparse)
         slots = {LOSS: loss.total * share, WEIGHT: loss.weight * share, WEIGHTED: float(loss.weighted)}
-        return self.packing.pack_with(known, slots)
+        return self.packing.pack_with(known, slots), self._seen(outputs, batch)
 
-    def _joint_gradients(self, batch: Tensors, share: tf.Tensor, loss_scale: tf.Tensor) -> list[tf.Tensor]:
+    def _joint_gradients(self, batch: Tensors, share: tf.Tensor, loss_scale: tf.Tensor) -> Passed:
         assert self.joint is not None, "see __init__"
         with self.joint.traced():
-            return self.joint.before(self._gradients(batch, share, loss_scale))
+            gradients, seen = self._gradients(batch, share, loss_scale)
+            return self.joint.before(gradients), seen
 
-    def _evaluate(self, batch: Tensors) -> tuple[dict[str, tuple[tf.Tensor, tf.Tensor]], Any]:
+    def _seen(self, outputs: Any, batch: Tensors) -> tuple[Scores, Any]:
+        """(sum, weight) of the metrics of a training batch that are means, and the outputs if others need them."""
+        if not self.reports:
+            return {}, ()
+        means = {name: metric for name, metric in self.task.mean_metrics.items() if name in self.reports}
+        scores = self._scores(means, outputs, batch)
+        require_metrics(self.reports, {**self.task.metrics, **scores})
+        found = {name: scores[name] for name in self.reports if name in scores}
+        return found, outputs if len(found) < len(self.reports) else ()
+
+    def _evaluate(self, batch: Tensors) -> tuple[Scores, Any]:
         with self._average_weights():
             if evaluates_itself(self.task.model):
                 return tested(self.task, batch), ()
             outputs = self.outputs(batch, training=False)
-            judged = {name: converted(metric)(outputs, batch) for name, metric in self.task.mean_metrics.items()}
-            if isinstance(self.task.loss, CompiledLoss):
-                judged |= self.task.loss.scores(outputs, batch)
-            scores = {name: score_of(score, batch) for name, score in judged.items()}
-            scores["loss"] = self._loss(outputs, batch)
-        return {name: (score.total, score.weight) for name, score in scores.items()}, outputs
+            loss = self._loss(outputs, batch)
+            scores = self._scores(self.task.mean_metrics, outputs, batch)
+        return {**scores, "loss": (loss.total, loss.weight)}, outputs
+
+    def _scores(self, means: Mapping[str, Callable[[Any, Any], Any]], outputs: Any, batch: Tensors) -> Scores:
+        """(sum, weight) of these metrics, and of compiled ones, by name."""
+        judged = {name: converted(metric)(outputs, batch) for name, metric in means.items()}
+        if isinstance(self.task.loss, CompiledLoss):
+            judged |= self.task.loss.scores(outputs, batch)
+        scores = {name: score_of(score, batch) for name, score in judged.items()}
+        return {name: (score.total, score.weight) for name, score in scores.items()}
 
     def _predict(self, batch: Tensors) -> Any:
         with self._average_weights():

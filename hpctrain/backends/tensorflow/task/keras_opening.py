@@ -31,7 +31,7 @@ from hpctrain.config.features import Feature, used
 from hpctrain.errors import UserError
 from hpctrain.reduce.reducer_choice import ChosenReducer, ReducerChoice
 from hpctrain.tasks.definition import KerasTask, kept_objects
-from hpctrain.tasks.meters import KerasMetric, meters_of
+from hpctrain.tasks.meters import KerasMetric, copied, meters_of
 from hpctrain.train.clock import StepClock
 from hpctrain.train.framework import StepSettings
 from hpctrain.train.stateful import Kept
@@ -109,7 +109,7 @@ def assembled(
     reducers = KerasReducerFactory(packing.pieces)
     reducer = None if trains_itself(task.model) else context.choice.known(reducers)
     source = KerasState(named, averages, rule.loss_scale, rates, batch_norms, objects, leaves, group, config.seed)
-    passes = KerasPasses(task, packing, config.reduce.sparse, train.compile, averages, joint)
+    passes = KerasPasses(task, packing, config.reduce.sparse, train.compile, averages, joint, train.metrics)
     is_tried = trains_itself(task.model) and evaluates_itself(task.model)
     evaluator = KerasEvaluator(task, passes, meters_of(task.metrics, KerasMetric, "Keras", KerasMeter), is_tried)
     program: LossProgram | TrainStepProgram
@@ -119,7 +119,9 @@ def assembled(
     else:
         update = Update(task.optimizer, context.variables, packing, applying)
         chosen = ChosenReducer(reducers, context.choice, source.unchanged, reducer)
-        program = LossProgram(context, passes, chosen, update, rule, batch_norms)
+        own = {name: copied(metric) for name, metric in task.metrics.items() if name in train.metrics}
+        meters = meters_of(own, KerasMetric, "Keras", KerasMeter)
+        program = LossProgram(context, passes, chosen, update, rule, batch_norms, meters)
     return KerasFramework(task, program, evaluator, source)
 
 

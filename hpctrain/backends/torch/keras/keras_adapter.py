@@ -120,18 +120,19 @@ class CompiledScores:
     """(sum, weight) of compiled metrics, computed once for a batch, and kept until each has been asked for."""
 
     loss: CompiledLoss
-    seen: tuple[Any, Any] = (None, None)
+    seen: tuple[int, Any] = (0, None)
+    """Identity of the outputs, which may be large and are not kept, and the batch."""
     found: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def __call__(self, name: str, outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The score of one of them."""
-        if self.seen[0] is not outputs or self.seen[1] is not batch or name not in self.found:
+        if self.seen[0] != id(outputs) or self.seen[1] is not batch or name not in self.found:
             scores = self.loss.scores(outputs, batch)
-            self.seen = outputs, batch
+            self.seen = id(outputs), batch
             self.found = {key: (total.clone(), weight.clone()) for key, (total, weight) in scores.items()}
         score = self.found.pop(name)
         if not self.found:
-            self.seen = None, None  # outputs may be large
+            self.seen = 0, None
         return score
 
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from hpctrain.backends.torch.reduce.slots import Number
+from hpctrain.backends.torch.steps.batch_metrics import Scores
 from hpctrain.backends.torch.steps.step_context import StepContext
 from hpctrain.backends.torch.steps.update_step import StepParts
 from hpctrain.backends.torch.steps.updates import GradientAccumulation, ReducerByOptimizer
 from hpctrain.backends.torch.strategies.tp_group import HALVES, mapped
-from hpctrain.backends.update import NotFinite, ranks_at_fault
+from hpctrain.backends.update import NotFinite, UpdateResult, ranks_at_fault
 from hpctrain.comm.group import Group
 from hpctrain.config.combinations import refusal
 from hpctrain.config.features import Feature
@@ -28,7 +28,7 @@ from hpctrain.data.order import part_of
 from hpctrain.errors import UserError
 from hpctrain.system.user_errors import blamed, calling_line, shapes
 from hpctrain.train.clock import NO_CLOCK, Phase, StepClock
-from hpctrain.train.framework import HostBatch, Sums, copied, samples_of
+from hpctrain.train.framework import HostBatch, copied, samples_of
 from hpctrain.train.state import ArrayTensor
 
 END, GATHER, NORMALISE = "ends its step", "calls ctx.gather", "runs a BatchNorm layer"
@@ -113,14 +113,14 @@ class CollectiveActions:
                 "decide by values equal on all ranks, such as ctx.step, and not by a rank's own samples or losses",
             )
 
-    def result(self, logged: Mapping[str, tuple[Number, Number]], samples: int) -> OwnStepResult:
+    def result(self, logged: Scores, samples: int) -> UpdateResult:
         """The result of the step."""
-        known: dict[str, tuple[Number, Number]] = {name: (norm, 1.0) for name, norm in self.norms.items()}
+        known: Scores = {name: (norm, 1.0) for name, norm in self.norms.items()}
         means = {name: sum(losses) / len(losses) for name, losses in self.losses.items()}
         if means:
             known["loss"] = sum(means.values()) * samples, samples
             known |= {f"loss_{name}": (mean * samples, samples) for name, mean in means.items() if name}
-        return OwnStepResult(known | dict(logged))
+        return UpdateResult(known | logged)
 
 
 class DryActions:
@@ -181,17 +181,6 @@ class OptimizerGuard:
             raise UserError(what, "call ctx.update, which takes the other ranks' gradients into account")
 
 
-@dataclass(frozen=True)
-class OwnStepResult:
-    """What a step reported; see StepResult."""
-
-    values: Mapping[str, tuple[Number, Number]]
-    """(sum, weight) by name."""
-
-    def sums(self) -> Sums:
-        return {name: (float(total), float(weight)) for name, (total, weight) in self.values.items()}
-
-
 class OwnSteps:
     """The program of a task with its own step, which gets this rank's part of the global batch as one batch; see
     UpdateStep.
@@ -214,7 +203,7 @@ class OwnSteps:
         self.done = np.zeros((), np.int64)
         self.counters = [ArrayTensor(STEPS, self.done)]
 
-    def run(self, micro_batches: Sequence[HostBatch], global_samples: int) -> OwnStepResult:
+    def run(self, micro_batches: Sequence[HostBatch], global_samples: int) -> UpdateResult:
         parts = self.parts
         parts.modes.train()
         if global_samples < parts.world.data.size:
@@ -233,7 +222,7 @@ class OwnSteps:
 
     def _call(
         self, host: HostBatch, global_samples: int, reducers: ReducerByOptimizer, clock: StepClock, applies: bool = True
-    ) -> OwnStepResult:
+    ) -> UpdateResult:
         """One step. Collective.
 
         Args:

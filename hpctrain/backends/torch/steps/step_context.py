@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn import Module
 
-from hpctrain.backends.torch.reduce.slots import Number
+from hpctrain.backends.torch.steps.batch_metrics import Scores, sum_and_weight
 from hpctrain.backends.torch.steps.update_step import StepParts
 from hpctrain.backends.torch.task.checks import require_score
 from hpctrain.backends.torch.task.shares import ONLY
@@ -17,6 +17,7 @@ from hpctrain.config.features import Feature, used
 from hpctrain.data.order import part_of
 from hpctrain.errors import UserError
 from hpctrain.system.user_errors import calling_line, described
+from hpctrain.train.evaluation import add
 
 RESERVED = ("grad_norm", "seconds/")
 """Prefixes of names that are reported besides a step's metrics."""
@@ -80,7 +81,7 @@ class StepContext:
         self._parts = min(accumulate, global_samples // ranks)  # the same on all ranks: layers may communicate
         self._part = 0
         self._open: dict[str, list[int | None]] = {}
-        self._logged: dict[str, tuple[Number, Number]] = {}
+        self._logged: Scores = {}
 
     @property
     def model(self) -> Module:
@@ -205,9 +206,7 @@ class StepContext:
                 f"a step cannot report a metric as {name!r}{calling_line()}", "choose a name such as 'accuracy'"
             )
         require_value(value, f"the value of {name!r}")
-        total, weight = value if isinstance(value, tuple) else (value * self._samples, self._samples)
-        before = self._logged.get(name, (0.0, 0.0))
-        self._logged[name] = before[0] + detached(total), before[1] + detached(weight)
+        add(self._logged, {name: sum_and_weight(value, self._samples)})
 
     def _optimizer(self, name: str | None, call: str) -> str:
         """The name of the optimizer that a call refers to."""
@@ -226,7 +225,7 @@ class StepContext:
             "leave the name out" if only else f"name one of {known}",
         )
 
-    def _finish(self, returned: Any) -> dict[str, tuple[Number, Number]]:
+    def _finish(self, returned: Any) -> Scores:
         """Returns what was logged; raises UserError if the step left something unfinished."""
         if returned is not None and not isinstance(returned, Mapping):
             raise UserError(
@@ -252,8 +251,3 @@ def require_value(value: Any, field: str) -> None:
         require_score(value, field)
     except UserError as error:
         raise UserError(error.what + calling_line(), error.fix) from None
-
-
-def detached(value: Any) -> Any:
-    """The value without its autograd graph."""
-    return value.detach() if isinstance(value, torch.Tensor) else float(value)

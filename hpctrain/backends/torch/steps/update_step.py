@@ -15,6 +15,7 @@ from torch.nn import Module
 from hpctrain.backends.joint_statistics import BatchNorms
 from hpctrain.backends.torch.device import Compute
 from hpctrain.backends.torch.performance import trying
+from hpctrain.backends.torch.steps.batch_metrics import BatchMetrics
 from hpctrain.backends.torch.steps.updates import GradientAccumulation, OptimizerStep, ReducerByOptimizer, wait_for_all
 from hpctrain.backends.torch.strategies.partition import Partition
 from hpctrain.backends.torch.task.checks import try_loss
@@ -66,7 +67,6 @@ class PlainForwardBackward:
         self.is_collective = self.parts.partition.is_collective
 
     def run(self, accumulation: GradientAccumulation, micro_batches: Sequence[HostBatch], clock: StepClock) -> None:
-        task = self.parts.task
         compute = self.parts.compute
         partition = self.parts.partition
         batches, everyones = even_passes(micro_batches, partition.sync_group)
@@ -76,8 +76,7 @@ class PlainForwardBackward:
             clock.mark(Phase.TO_DEVICE)
             accumulation.reducer.begin_pass(is_last=False)  # gradients computed inside forward are not sent
             with contextlib.nullcontext() if is_own else self.parts.unchanged():
-                with compute.autocast():
-                    score = self.loss(task.forward(self.model, batch), batch)
+                score = self._score(accumulation, batch, host, is_own)
                 partition.leave()
                 clock.mark(Phase.FORWARD)
                 accumulation.reducer.begin_pass(is_last=number == len(batches), goes_on=number < everyones)
@@ -85,6 +84,17 @@ class PlainForwardBackward:
             clock.mark(Phase.BACKWARD)
         if not micro_batches:
             clock.mark(Phase.BACKWARD)  # without micro-batches the rank arrives at once
+
+    def _score(
+        self, accumulation: GradientAccumulation, batch: Mapping[str, Tensor], host: HostBatch, is_own: bool
+    ) -> Any:
+        """The loss of a batch; the outputs are not kept."""
+        with self.parts.compute.autocast():
+            outputs = self.parts.task.forward(self.model, batch)
+            score = self.loss(outputs, batch)
+        if is_own:
+            accumulation.see(outputs, batch, host)
+        return score
 
     def dry_call(self, batch: dict[str, Tensor]) -> Any:
         parts = self.parts
@@ -124,7 +134,7 @@ class UpdateStep:
         rehearse = functools.partial(self._rehearse, micro_batches, global_samples)
         reducer = (parts.reducers.used or parts.reducers.measured(rehearse)).of[ONLY]
         self.updates += 1
-        accumulation = GradientAccumulation(reducer, optimizer_step.rule.scale, global_samples)
+        accumulation = GradientAccumulation(reducer, optimizer_step.rule.scale, global_samples, parts.metrics)
         with parts.batch_norms.update(len(micro_batches)):
             self.forward_backward.run(accumulation, micro_batches, clock)
             weighted = accumulation.weighted or not micro_batches  # then this rank cannot know
@@ -138,7 +148,7 @@ class UpdateStep:
         except NotFinite as error:
             raise ranks_at_fault(error, parts.world.data, math.isfinite(loss[0])) from None
         clock.mark(Phase.OPTIMIZER)
-        return UpdateResult(loss, decision.norm)
+        return UpdateResult.of(loss, decision.norm, accumulation.scores)
 
     def dry_call(self, batch: HostBatch) -> Flops | None:
         """Tries passes on a batch; returns the FLOPs of training if they can be counted. Raises UserError."""
@@ -218,3 +228,5 @@ class StepParts:
     """Sum the gradients over ranks."""
     unchanged: Callable[[], contextlib.AbstractContextManager[None]]
     """A context that undoes what passes change."""
+    metrics: BatchMetrics | None = None
+    """Metrics of training batches, if there are any."""

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch.nn import Parameter
 from hpctrain.backends.torch.reduce.reducer import Reducer
 from hpctrain.backends.torch.reduce.slots import Number
 from hpctrain.backends.torch.reduce.torch_reducers import TorchReducerFactory
+from hpctrain.backends.torch.steps.batch_metrics import BatchMetrics, Scores
 from hpctrain.backends.torch.strategies.parameter_traits import ELEMENTWISE
 from hpctrain.backends.torch.strategies.tp_group import HALVES
 from hpctrain.backends.torch.task.checks import SCALAR, has_hooks
@@ -30,6 +32,8 @@ from hpctrain.reduce.flat_layout import SLOTS, ExchangeResult
 from hpctrain.system.array_types import Floats
 from hpctrain.system.user_errors import advice_on, advised, own_line, words
 from hpctrain.train.clock import Phase, StepClock
+from hpctrain.train.evaluation import add
+from hpctrain.train.framework import HostBatch
 
 
 class GradientAccumulation:
@@ -39,9 +43,12 @@ class GradientAccumulation:
         reducer: reducer of the optimizer's parameters; its earlier gradients are dropped.
         scale: factor for losses, besides their share of the global batch.
         global_samples: samples of all ranks together.
+        metrics: computed of each batch.
     """
 
-    def __init__(self, reducer: Reducer, scale: float, global_samples: int) -> None:
+    def __init__(
+        self, reducer: Reducer, scale: float, global_samples: int, metrics: BatchMetrics | None = None
+    ) -> None:
         reducer.begin()
         self.reducer = reducer
         self.scale = scale
@@ -49,6 +56,13 @@ class GradientAccumulation:
         self.loss: Number = 0.0
         self.weight: Number = 0.0
         self.weighted = False
+        self.metrics = metrics
+        self.scores: Scores = dict.fromkeys(metrics.functions if metrics else (), (0.0, 0.0))
+
+    def see(self, outputs: Any, batch: Mapping[str, Tensor], host: HostBatch) -> None:
+        """Computes the metrics of a batch of this rank's own."""
+        if self.metrics is not None:
+            add(self.scores, self.metrics.scores(outputs, batch, host))
 
     def add(
         self, score: Any, samples: int, backward: Callable[[Tensor], object] = Tensor.backward, is_own: bool = True
@@ -76,14 +90,14 @@ class GradientAccumulation:
             backward(total if factor == 1 else total * factor)
 
     def as_array(self) -> Floats:
-        """Loss and weight so far, for ``take`` on another rank."""
-        return np.array([float(self.loss), float(self.weight), self.weighted])
+        """Loss, weight and scores so far, for ``take`` on another rank."""
+        return np.array(list(map(float, [self.loss, self.weight, self.weighted, *chain(*self.scores.values())])))
 
     def take(self, values: Floats) -> None:
-        """Replaces loss and weight by those of a rank that has seen the same samples."""
-        self.loss = float(values[0])
-        self.weight = float(values[1])
-        self.weighted = bool(values[2])
+        """Replaces these by those of a rank that has seen the same samples."""
+        self.loss, self.weight, weighted, *scores = values.tolist()
+        self.weighted = bool(weighted)
+        self.scores = dict(zip(self.scores, zip(scores[::2], scores[1::2], strict=True), strict=True))
 
     def exchange(self) -> tuple[ExchangeResult, tuple[float, float]]:
         """Sums the gradients over all ranks; returns the totals, and this rank's loss and weight.

@@ -26,6 +26,7 @@ from hpctrain.backends.torch.process_groups import (
 from hpctrain.backends.torch.state.optimizer import OptimizerPart, OptimizerState
 from hpctrain.backends.torch.state.tensors import layout_of, module_tensors, other_names, shared_buffers
 from hpctrain.backends.torch.state.torch_state import Averages, TorchState, passes_leave
+from hpctrain.backends.torch.steps.batch_metrics import BatchMetrics
 from hpctrain.backends.torch.steps.own_step import OwnSteps, own_models
 from hpctrain.backends.torch.steps.update_step import Modes, PlainForwardBackward, StepParts, UpdateStep
 from hpctrain.backends.torch.steps.updates import OptimizerStep, ReducerFactoryByOptimizer
@@ -53,9 +54,10 @@ from hpctrain.config.sections import TrainConfig
 from hpctrain.errors import UserError
 from hpctrain.reduce.reducer_choice import ChosenReducer, ReducerChoice
 from hpctrain.tasks.definition import TorchTask, kept_objects
-from hpctrain.tasks.meters import TorchMetric, meters_of
+from hpctrain.tasks.meters import TorchMetric, copied, meters_of, require_metrics
 from hpctrain.train.clock import StepClock
 from hpctrain.train.framework import StepSettings
+from hpctrain.train.metrics import Meter
 
 
 def open_torch(
@@ -226,9 +228,7 @@ def assembled(
     program: UpdateStep | OwnSteps = UpdateStep(parts, forward_backward)
     if task.step is not None:
         program = OwnSteps(parts, task.step, [part.optimizer for part in optimizer_state.every])
-    adapt = functools.partial(TorchMetricMeter, device=device)
-    meters = task.own_meters or meters_of(task.metrics, TorchMetric, "torchmetrics", adapt)
-    evaluator = TorchEvaluator(parts, forward_backward, averages, meters)
+    evaluator = TorchEvaluator(parts, forward_backward, averages, meters_on(device, task))
     source = TorchState(
         parts=parts,
         program=program,
@@ -291,7 +291,21 @@ def step_parts(
         optimizer_steps=optimizer_steps,
         reducers=reducers,
         unchanged=unchanged,
+        metrics=training_metrics(task, world, compute, train.metrics) if train.metrics else None,
     )
+
+
+def meters_on(device: torch.device, task: TorchTask) -> Mapping[str, Meter]:
+    """The task's metrics that keep state."""
+    adapt = functools.partial(TorchMetricMeter, device=device)
+    return task.own_meters or meters_of(task.metrics, TorchMetric, "torchmetrics", adapt)
+
+
+def training_metrics(task: TorchTask, world: World, compute: Compute, names: Sequence[str]) -> BatchMetrics:
+    """Some of the task's metrics, for training batches. Raises UserError for names that it does not have."""
+    require_metrics(names, task.metrics)
+    some = dataclasses.replace(task, metrics={name: copied(task.metrics[name]) for name in names})
+    return BatchMetrics(compute, some.mean_metrics, meters_on(compute.device, some), counts=not world.tensor.rank)
 
 
 def parameters_on_meta(model: Module, parts: Sequence[OptimizerPart]) -> list[str]:

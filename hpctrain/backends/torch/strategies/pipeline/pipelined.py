@@ -181,7 +181,7 @@ class PipelineForwardBackward:
                     batch = self.parts.compute.tensors(host if stage.chunks == 1 else copied(host))
                     clock.mark(Phase.TO_DEVICE)
                     with self._undone(one):
-                        self._forward(batch, one)
+                        self._forward(batch, one, accumulation, host)
                 else:
                     is_last = each.micro_batch == len(batches) - 1 and (each.chunk == 0 or not self.shares)
                     accumulation.reducer.begin_pass(is_last)
@@ -219,10 +219,15 @@ class PipelineForwardBackward:
             yield
         free()
 
-    def _forward(self, batch: dict[str, Tensor], under_way: MicroBatch) -> None:
+    def _forward(
+        self, batch: dict[str, Tensor], under_way: MicroBatch, accumulation: GradientAccumulation, host: HostBatch
+    ) -> None:
         task = self.parts.task
         with self._update(under_way), self.parts.compute.autocast():
-            under_way.keep_loss(task.loss(task.forward(self, batch), batch))
+            outputs = task.forward(self, batch)
+            under_way.keep_loss(task.loss(outputs, batch))
+            if under_way.is_own:
+                accumulation.see(outputs, batch, host)
         if not under_way.is_called:
             raise UserError("forward does not call the model", ONCE)
 
