@@ -116,14 +116,19 @@ def elements(run_file: str, overrides: Sequence[str], words: Sequence[str]) -> l
 def points_of(run_file: str, options: Sequence[Sequence[str]]) -> list[Point]:
     """Returns the points, each in the folder that an earlier call gave it, or in the next free one.
 
+    If there is a single run of the sweep's name, the sweep's is that with ``-sweep``.
+
     Raises:
         UserError: a point is not a valid run, two are the same, name or run_dir is swept, or the sweep's folder
-            belongs to a single run.
+            belongs to a single run all the same.
     """
     configs = [load(run_file, words, say if index == 0 else lambda text: None) for index, words in enumerate(options)]
     named = dict.fromkeys(option.removeprefix("--") for words in options for option, _ in options_of(words))
     keys = [key for key in named if any(value_of(one, key) != value_of(configs[0], key) for one in configs)]
-    parent = RunDir.of(configs[0].name, configs[0].run_dir)
+    name, run_dir = configs[0].name, configs[0].run_dir
+    if RunDir.of(name, run_dir).has_begun:
+        name, run_dir = f"{name}-sweep", run_dir and f"{run_dir}-sweep"
+    parent = RunDir.of(name, run_dir)
     if parent.has_begun or any(key in ("name", "run_dir") for key in keys):
         what = f"{parent.path} is the folder of a single run" if parent.has_begun else "a sweep has one name and folder"
         raise UserError(what, "give the sweep another name: --name NAME")
@@ -140,7 +145,7 @@ def points_of(run_file: str, options: Sequence[Sequence[str]]) -> list[Point]:
         identity = identity_of(config, swept)
         index = next((at for at, other in known if other == identity), None)
         index = next(free) if index is None else index
-        own = dataclasses.replace(config, name=f"{config.name}-{index}", run_dir=str(parent.path / str(index)))
+        own = dataclasses.replace(config, name=f"{name}-{index}", run_dir=str(parent.path / str(index)))
         points.append(Point(own, values))
     return points
 

@@ -114,6 +114,11 @@ def test_what_is_no_sweep_is_refused(run_file, words, what, fix):
 
 def test_the_folder_of_a_single_run_is_left_alone(run_file):
     Path("runs/wave/attempts").mkdir(parents=True)
+    first = points(run_file, *GRID)[0]
+    assert (first.run.path, first.config.name) == (Path("runs/wave-sweep/0").absolute(), "wave-sweep-0")
+    there = points(run_file, *GRID, "--run_dir", "runs/wave")[0]
+    assert there.run.path == first.run.path
+    Path("runs/wave-sweep/attempts").mkdir(parents=True)
     with pytest.raises(UserError, match="is the folder of a single run"):
         points(run_file, *GRID)
 
