@@ -108,26 +108,26 @@ class ReducerChoice:
 class ChosenReducer(Generic[R]):
     """The reducer in use. If it has to be measured, that happens on the first update's batch."""
 
-    possible: ReducerFactory[R]
-    """The reducers to choose from."""
+    factory: ReducerFactory[R]
+    """Opens what may be chosen."""
     choice: ReducerChoice
     unchanged: Callable[[], AbstractContextManager[None]]
     """A context that undoes what rehearsals change."""
     used: R | None
     """None until one has been chosen."""
 
-    def measured(self, rehearse: Callable[[R], object]) -> R:
+    def chosen(self, rehearse: Callable[[R], object]) -> R:
         """The reducer in use; the first call may have to choose it by rehearsing steps. Collective."""
         if self.used is None:
             with self.unchanged():
-                self.used = self.choice.measured(self.possible, rehearse)
+                self.used = self.choice.measured(self.factory, rehearse)
         return self.used
 
     def use(self, choice: ReducerChoice) -> None:
         """Switches to this choice, which needs no measuring. Collective."""
         self.close()
         self.choice = choice
-        self.used = choice.known(self.possible)
+        self.used = choice.known(self.factory)
 
     def close(self) -> None:
         """Ends the reducer's threads and frees its memory."""

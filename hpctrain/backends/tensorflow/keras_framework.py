@@ -110,7 +110,7 @@ class KerasFramework(FrameworkOfParts):
     def use(self, choice: ReducerChoice) -> None:
         """See backends.local_training.Apart."""
         assert isinstance(self.program, LossProgram), "others are refused"
-        self.program.chosen.use(choice)
+        self.program.reducers.use(choice)
 
     def close(self) -> None:
         self.program.close()

@@ -21,11 +21,11 @@ from hpctrain.backends.tensorflow.sparse_sums import (
     updates_rows_alone,
 )
 from hpctrain.backends.tensorflow.steps.passes import (
-    Applying,
+    BatchFunction,
     KerasPasses,
     KerasStepContext,
     Tensors,
-    Traced,
+    WeightUpdate,
     on_device,
     refused_or_dense,
 )
@@ -196,7 +196,7 @@ class TrainStepProgram:
     """The task's ``optimizer`` holds the model's optimizers, by path."""
     passes: KerasPasses
     """Passes of the model, for evaluations."""
-    applying: Applying
+    weight_update: WeightUpdate
     unchanged: Callable[[], contextlib.AbstractContextManager[None]]
     """A context in which passes leave no trace."""
     example: HostBatch | None = None
@@ -212,7 +212,7 @@ class TrainStepProgram:
     def __post_init__(self) -> None:
         self.task, self.group, self.clock = self.context.task, self.context.world.data, self.context.clock
         self.meeting = ExchangeCalls(self.clock)
-        self.step = Traced(self._step, compiled=False)
+        self.step = BatchFunction(self._step, compiled=False)
         """step(batch, share) -> {name: scalar}; ``share`` is this rank's fraction of the global batch."""
 
     @own_errors()
@@ -311,13 +311,13 @@ class TrainStepProgram:
             optimizer: keras.optimizers.Optimizer, apply: overrides.Apply, gradients: Any, variables: Any
         ) -> None:
             gradients, variables = tracing.known(optimizer, gradients, variables)
-            self.applying.apply(apply, self._summed(tracing, share, optimizer, gradients, variables), variables)
+            self.weight_update.apply(apply, self._summed(tracing, share, optimizer, gradients, variables), variables)
 
         model = self.task.model
         model.reset_metrics()
         with overrides.intercepted(exchange), rows_read_alone(self._tables_by_rows()), rows_updated_alone():
             logs = overrides.scalars(model.train_step(self.task.fit_data(dict(batch))), "train_step")
-        self.applying.follow(model.trainable_variables)
+        self.weight_update.follow(model.trainable_variables)
         return logs
 
     def _summed(

@@ -17,12 +17,12 @@ from hpctrain.backends.keras.keras_meter import to_host
 from hpctrain.backends.tensorflow.keras_performance import training_flops
 from hpctrain.backends.tensorflow.keras_reducer import KerasReducer, own_errors
 from hpctrain.backends.tensorflow.steps.passes import (
+    BatchFunction,
+    KerasOptimizerStep,
     KerasPasses,
     KerasStepContext,
     Scores,
     Tensors,
-    Traced,
-    Update,
     on_device,
 )
 from hpctrain.backends.tensorflow.task.dry_call import try_training
@@ -55,7 +55,7 @@ class UpdateJudge:
         """Called when this rank's gradients are complete."""
 
     def read(self, values: tf.Tensor, ended: Phase) -> None:
-        """Reads the result of an update; see KerasUpdate.
+        """Reads the result of an update; see UpdateFunctions.
 
         Args:
             values: the result.
@@ -71,7 +71,7 @@ class UpdateJudge:
         self.norm = self.rule.decide(read_slots(slots), math.sqrt(square) if square >= 0 else math.nan).norm
 
 
-class KerasUpdate:
+class UpdateFunctions:
     """Makes updates with one reducer. TensorFlow calls Python only when an exchange begins.
 
     An update that is not finite ends in a TensorFlow error and leaves ``UpdateJudge.finite`` False; with a loss scale
@@ -81,13 +81,15 @@ class KerasUpdate:
     READ slots of the sums, and the wall-clock time at which the phase ``timed`` ended.
     """
 
-    def __init__(self, passes: KerasPasses, update: Update, reducer: KerasReducer, judge: UpdateJudge) -> None:
+    def __init__(
+        self, passes: KerasPasses, optimizer_step: KerasOptimizerStep, reducer: KerasReducer, judge: UpdateJudge
+    ) -> None:
         self.passes = passes
-        self.update = update
+        self.optimizer_step = optimizer_step
         self.reducer = reducer
         self.judge = judge
         self.timed = Phase.EXCHANGE if reducer.has_peers else Phase.BACKWARD
-        self.whole = Traced(self._whole, compiled=False)
+        self.whole = BatchFunction(self._whole, compiled=False)
         """whole(batch, share, loss_scale): an update from one batch; arguments, and what else it returns, as for
         ``KerasPasses.gradients``."""
         self.packing = passes.packing
@@ -137,9 +139,9 @@ class KerasUpdate:
         if factor is not None:
             sums = [total * tf.cast(factor, total.dtype) for total in sums]
             rows = self.packing.tables.scaled(rows, factor)
-        elif self.reducer.lends and not makes_new_tensors(self.update.optimizer):
+        elif self.reducer.lends and not makes_new_tensors(self.optimizer_step.optimizer):
             sums = [tf.raw_ops.DeepCopy(x=total) for total in sums]
-        return self.update.run(rows, sums)
+        return self.optimizer_step.run(rows, sums)
 
 
 def time_after(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -159,8 +161,8 @@ class LossProgram:
 
     context: KerasStepContext
     passes: KerasPasses
-    chosen: ChosenReducer[KerasReducer]
-    update: Update
+    reducers: ChosenReducer[KerasReducer]
+    optimizer_step: KerasOptimizerStep
     rule: UpdateRule
     """Clipping and loss scale."""
     batch_norms: BatchNorms
@@ -170,11 +172,11 @@ class LossProgram:
     def __post_init__(self) -> None:
         self.packing, self.clock = self.passes.packing, self.context.clock
         self.judge = UpdateJudge(self.clock, self.rule)
-        self.steps: KerasUpdate | None = None
+        self.functions: UpdateFunctions | None = None
 
     @property
     def reducer_name(self) -> str | None:
-        return self.chosen.used.name if self.chosen.used else None
+        return self.reducers.used.name if self.reducers.used else None
 
     @property
     def gradient_bytes(self) -> int:
@@ -186,19 +188,19 @@ class LossProgram:
         self.passes.refuse_switched()
         batches = [on_device(batch) for batch in micro_batches]
         self.clock.mark(Phase.TO_DEVICE)
-        reducer = self.chosen.measured(self._rehearsal(batches, global_samples))
-        if self.steps is None or self.steps.reducer is not reducer:
-            self.steps = KerasUpdate(self.passes, self.update, reducer, self.judge)
+        reducer = self.reducers.chosen(self._rehearsal(batches, global_samples))
+        if self.functions is None or self.functions.reducer is not reducer:
+            self.functions = UpdateFunctions(self.passes, self.optimizer_step, reducer, self.judge)
         try:
             with self.batch_norms.update(len(batches)):
                 share, scale = self._scalars(global_samples)
                 if len(batches) == 1:
                     self.batch_norms.begin_micro_batch(0)
-                    values, *seen = self.steps.whole(batches[0], share, scale)
+                    values, *seen = self.functions.whole(batches[0], share, scale)
                 else:
                     gradients, seen = self._gradients(batches, global_samples)
-                    values = self.steps.complete(gradients, scale)
-                self.judge.read(values, self.steps.timed)
+                    values = self.functions.complete(gradients, scale)
+                self.judge.read(values, self.functions.timed)
         except (tf.errors.OpError, NotFinite) as error:
             if self.judge.finite.numpy() and not isinstance(error, NotFinite):
                 raise
@@ -232,7 +234,7 @@ class LossProgram:
         return training_flops(self.context.task, self.passes, on_device(copied(batch)))
 
     def close(self) -> None:
-        self.chosen.close()
+        self.reducers.close()
 
     def _gradients(
         self, batches: Sequence[Tensors], global_samples: int

@@ -37,7 +37,7 @@ _AS_GRAPH = tf.__internal__.autograph.control_status_ctx()
 """AutoGraph's state outside TensorFlow functions, in which explicit conversion is enabled."""
 
 
-class Traced:
+class BatchFunction:
     """A TensorFlow function of a batch of any size: a smaller last batch causes no retracing."""
 
     def __init__(self, function: Callable[..., Any], compiled: bool) -> None:
@@ -119,15 +119,15 @@ class KerasPasses:
         self.weighted: bool | None = None
         """Whether the task's loss returns a weight; None until traced."""
         self.averages = averages
-        self.gradients = Traced(self._gradients if joint is None else self._joint_gradients, compiled)
+        self.gradients = BatchFunction(self._gradients if joint is None else self._joint_gradients, compiled)
         """gradients(batch, share, loss_scale) -> packed gradients of (sum of the loss) * share * loss_scale, and what
         ``train.metrics`` needs (see ``_seen``).
 
         ``share`` is 1 / samples of the global batch. The slots do not include the loss scale.
         """
-        self.evaluate = Traced(self._evaluate, compiled)
+        self.evaluate = BatchFunction(self._evaluate, compiled)
         """evaluate(batch) -> {name: (sum, weight)}, and the outputs."""
-        self.predict = Traced(self._predict, compiled)
+        self.predict = BatchFunction(self._predict, compiled)
         """predict(batch) -> outputs of the model."""
 
     def refuse_switched(self) -> None:
@@ -304,7 +304,7 @@ def full_precision(value: tf.Tensor) -> tf.Tensor:
 
 
 @dataclass(eq=False)
-class Applying:
+class WeightUpdate:
     """Common path of all weight updates, for both programs; the place for changes to gradients."""
 
     train: TrainConfig
@@ -331,23 +331,23 @@ class Applying:
 
 
 @dataclass(eq=False)
-class Update:
+class KerasOptimizerStep:
     """Applies the optimizer, then updates the EMA."""
 
     optimizer: keras.optimizers.Optimizer
     variables: Sequence[keras.Variable]
     packing: sparse_sums.Gradients
-    applying: Applying
+    weight_update: WeightUpdate
 
     def __post_init__(self) -> None:
-        self.run = tf.function(self._run, jit_compile=self.applying.train.compile or None, autograph=False)
+        self.run = tf.function(self._run, jit_compile=self.weight_update.train.compile or None, autograph=False)
         """run(rows, pieces): updates the weights with the global batch's gradients, without slots; True when done."""
 
     def _run(self, rows: Sequence[tf.Tensor], pieces: Sequence[tf.Tensor]) -> tf.Tensor:
         gradients = self.packing.unpack(rows, pieces, sparse_sums.updates_rows_alone(self.optimizer))
         with sparse_sums.rows_updated_alone():
-            self.applying.apply(self.optimizer.apply, gradients, self.variables)
-        self.applying.follow(self.variables)
+            self.weight_update.apply(self.optimizer.apply, gradients, self.variables)
+        self.weight_update.follow(self.variables)
         return tf.convert_to_tensor(self.optimizer.iterations) >= 0  # not a variable for an optimizer that accumulates
 
 

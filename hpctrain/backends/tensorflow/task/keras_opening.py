@@ -21,7 +21,7 @@ from hpctrain.backends.tensorflow.state.keras_state import KerasState, Named, Ra
 from hpctrain.backends.tensorflow.state.keras_tensors import require_different_names
 from hpctrain.backends.tensorflow.steps.keras_own_step import TrainStepProgram
 from hpctrain.backends.tensorflow.steps.loss_step import LossProgram
-from hpctrain.backends.tensorflow.steps.passes import Applying, KerasPasses, KerasStepContext, Update
+from hpctrain.backends.tensorflow.steps.passes import KerasOptimizerStep, KerasPasses, KerasStepContext, WeightUpdate
 from hpctrain.backends.tensorflow.task.keras_sync_batchnorm import KerasSyncBatchNorm, joint_layers
 from hpctrain.backends.tensorflow.task.keras_task_state import KerasLeaves, KerasTaskState
 from hpctrain.backends.update import rule_of
@@ -106,22 +106,22 @@ def assembled(
     rule = rule_of(train)
     leaves = KerasLeaves()
     rates = Rates(task)
-    reducers = KerasReducerFactory(packing.pieces)
-    reducer = None if trains_itself(task.model) else context.choice.known(reducers)
+    factory = KerasReducerFactory(packing.pieces)
+    reducer = None if trains_itself(task.model) else context.choice.known(factory)
     source = KerasState(named, averages, rule.loss_scale, rates, batch_norms, objects, leaves, group, config.seed)
     passes = KerasPasses(task, packing, config.reduce.sparse, train.compile, averages, joint, train.metrics)
     is_tried = trains_itself(task.model) and evaluates_itself(task.model)
     evaluator = KerasEvaluator(task, passes, meters_of(task.metrics, KerasMetric, "Keras", KerasMeter), is_tried)
     program: LossProgram | TrainStepProgram
-    applying = Applying(train, averages)
+    weight_update = WeightUpdate(train, averages)
     if trains_itself(task.model):
-        program = TrainStepProgram(context, passes, applying, source.unchanged)
+        program = TrainStepProgram(context, passes, weight_update, source.unchanged)
     else:
-        update = Update(task.optimizer, context.variables, packing, applying)
-        chosen = ChosenReducer(reducers, context.choice, source.unchanged, reducer)
+        optimizer_step = KerasOptimizerStep(task.optimizer, context.variables, packing, weight_update)
+        reducers = ChosenReducer(factory, context.choice, source.unchanged, reducer)
         own = {name: copied(metric) for name, metric in task.metrics.items() if name in train.metrics}
         meters = meters_of(own, KerasMetric, "Keras", KerasMeter)
-        program = LossProgram(context, passes, chosen, update, rule, batch_norms, meters)
+        program = LossProgram(context, passes, reducers, optimizer_step, rule, batch_norms, meters)
     return KerasFramework(task, program, evaluator, source)
 
 

@@ -209,7 +209,7 @@ class OwnSteps:
         if global_samples < parts.world.data.size:
             uses = {Feature.SHORT_BATCH: global_samples, Feature.RANKS: parts.world.data.size}
             raise refusal(uses | {Feature.OWN_STEP: True})
-        reducers = parts.reducers.measured(functools.partial(self._rehearse, micro_batches, global_samples))
+        reducers = parts.reducers.chosen(functools.partial(self._rehearse, micro_batches, global_samples))
         self.updates += 1
         with parts.batch_norms.update(len(micro_batches)):
             result = self._call(micro_batches[0], global_samples, reducers, parts.clock)

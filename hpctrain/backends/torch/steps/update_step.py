@@ -132,7 +132,7 @@ class UpdateStep:
         optimizer_step = parts.optimizer_steps[ONLY]
         parts.modes.train()
         rehearse = functools.partial(self._rehearse, micro_batches, global_samples)
-        reducer = (parts.reducers.used or parts.reducers.measured(rehearse)).of[ONLY]
+        reducer = parts.reducers.chosen(rehearse).of[ONLY]
         self.updates += 1
         accumulation = GradientAccumulation(reducer, optimizer_step.rule.scale, global_samples, parts.metrics)
         with parts.batch_norms.update(len(micro_batches)):

@@ -57,8 +57,8 @@ def first_update(**settings: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
     batch = next(global_batches(1))
     exact = gradients_of(model, loss, batch)
     before = [variable.numpy() for variable in model.trainable_variables]
-    framework.program.update.optimizer = keras.optimizers.SGD(1.0)
-    framework.program.update.optimizer.build(model.trainable_variables)
+    framework.program.optimizer_step.optimizer = keras.optimizers.SGD(1.0)
+    framework.program.optimizer_step.optimizer.build(model.trainable_variables)
     framework.step(cut(batch, 0, 1, settings.get("accumulate", 1)), len(batch["x"]))
     after = [variable.numpy() for variable in model.trainable_variables]
     return [old - new for old, new in zip(before, after, strict=True)], exact
@@ -244,7 +244,7 @@ def test_batches_of_other_sizes_are_not_traced_anew():
     train(framework, 14)  # two epochs with a smaller last batch
     assert len(framework.program.passes.gradients.by_structure) == 1
     assert framework.program.passes.gradients.function.experimental_get_tracing_count() == 1
-    assert framework.program.update.run.experimental_get_tracing_count() == 1
+    assert framework.program.optimizer_step.run.experimental_get_tracing_count() == 1
 
 
 def test_an_empty_part_contributes_nothing():
@@ -517,7 +517,7 @@ def test_an_error_of_an_exchange_is_raised_and_not_tensorflows_about_it():
 
     framework, batch = make_framework(alone()), next(global_batches(1))
     reducer: Any = HostReducer("mpi", Waiting(), joined=False)
-    framework.program.chosen.measured = lambda rehearse: reducer  # type: ignore[method-assign]
+    framework.program.reducers.chosen = lambda rehearse: reducer  # type: ignore[method-assign]
     with pytest.raises(RunFailed, match="waited 900 s"):
         framework.step([batch], len(batch["x"]))
 

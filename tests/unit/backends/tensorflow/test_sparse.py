@@ -89,8 +89,8 @@ def test_any_number_of_rows_is_one_trace():
     framework = make_framework(alone(), embedding_model, mean_loss, lambda: optimizers.SGD(0.5))
     train(framework, 3, 2)
     train(framework, 3)
-    assert framework.program.steps.complete.experimental_get_tracing_count() == 1
-    assert framework.program.steps.whole.function.experimental_get_tracing_count() == 1
+    assert framework.program.functions.complete.experimental_get_tracing_count() == 1
+    assert framework.program.functions.whole.function.experimental_get_tracing_count() == 1
     framework.close()
 
 
