@@ -43,6 +43,7 @@ class FlatGradients:
 
         ``elsewhere`` holds those that are not in the buffer, in one dimension, by their first element there.
         """
+        self.named = parameters
         self.names = [name for name, _ in parameters]
         self.parameters = [parameter for _, parameter in parameters]
         self.flat = flat

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from hpctrain.backends.torch.reduce import allreduce
 from hpctrain.backends.torch.reduce.gradients import FlatGradients, Sparse, SparseGradients, densify
-from hpctrain.backends.torch.reduce.slots import Number, fill_slots, norm_of, read_behind, taken_apart
+from hpctrain.backends.torch.reduce.slots import Number, fill_slots, norm_of, read_behind
 from hpctrain.reduce.flat_layout import SLOTS, ExchangeResult, read_slots
 from hpctrain.train.clock import StepClock
 
@@ -99,7 +99,8 @@ class WithNorm(Reducer):
     def read(self, slots: torch.Tensor) -> ExchangeResult:
         """Reads the summed slots, and the norm if it is needed."""
         numbers = torch.cat([slots, norm_of(self.gradients()).to(slots).view(1)]) if self.needs_norm else slots
-        self.known_norm, found = taken_apart(read_behind(numbers, self.act))
+        found = read_behind(numbers, self.act)
+        self.known_norm = found[SLOTS] if self.needs_norm else None
         return read_slots(found)
 
 
@@ -192,7 +193,6 @@ class FlatReducer(ByFlatGradients, WithNorm):
 
     Args:
         name: name of the candidate.
-        named: all parameters.
         flat_gradients: the gradients in the flat buffer.
         sum_: sums the flat buffer.
         tables: sums the rows of tables.
@@ -202,13 +202,12 @@ class FlatReducer(ByFlatGradients, WithNorm):
     def __init__(
         self,
         name: str,
-        named: Sequence[tuple[str, Parameter]],
         flat_gradients: FlatGradients,
         sum_: allreduce.TensorAllreduce,
         tables: SparseGradients | None = None,
         needs_norm: bool = False,
     ) -> None:
-        self.name, self.named = name, named
+        self.name = name
         self.flat_gradients = flat_gradients
         self.sum = sum_
         self.tables = tables or SparseGradients(())
@@ -242,7 +241,7 @@ class FlatReducer(ByFlatGradients, WithNorm):
         return [*dense, *self.tables.gradients()]
 
     def summed(self) -> Sequence[tuple[str, torch.Tensor]]:
-        return self.named
+        return self.flat_gradients.named
 
     def close(self) -> None:
         self.flat_gradients.detach()

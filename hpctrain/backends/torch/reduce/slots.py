@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.backends.torch import accelerator
-from hpctrain.reduce.flat_layout import LOSS, SLOTS, WEIGHT, WEIGHTED
+from hpctrain.reduce.flat_layout import LOSS, WEIGHT, WEIGHTED
 
 Number: TypeAlias = float | torch.Tensor
 """A float, or a scalar tensor on any device."""
@@ -33,11 +33,6 @@ def read_behind(numbers: Tensor, act: Callable[[Tensor], object] | None) -> list
     act(numbers)
     wait()
     return there.tolist()
-
-
-def taken_apart(numbers: list[float]) -> tuple[float | None, list[float]]:
-    """The norm that follows the slots, if it does, and the slots."""
-    return next(iter(numbers[SLOTS:]), None), numbers[:SLOTS]
 
 
 def norms_of(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

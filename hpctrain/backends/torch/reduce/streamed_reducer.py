@@ -3,11 +3,10 @@ parameters while the network still sends the gradients of others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch.nn import Parameter
 
 from hpctrain.backends.torch.reduce.allreduce import TensorAllreduce
 from hpctrain.backends.torch.reduce.gradients import FlatGradients
@@ -24,19 +23,14 @@ class StreamedReducer(FlatReducer):
     """Sends the loss first: ``exchange`` waits for the loss only, and ``parts`` for gradients.
 
     Args:
-        name, named, flat_gradients, sum_: see FlatReducer.
+        name, flat_gradients, sum_: see FlatReducer.
         arrive: StreamedAllreduce.arrive.
     """
 
     def __init__(
-        self,
-        name: str,
-        named: Sequence[tuple[str, Parameter]],
-        flat_gradients: FlatGradients,
-        sum_: TensorAllreduce,
-        arrive: Callable[[float], object],
+        self, name: str, flat_gradients: FlatGradients, sum_: TensorAllreduce, arrive: Callable[[float], object]
     ) -> None:
-        super().__init__(name, named, flat_gradients, sum_)
+        super().__init__(name, flat_gradients, sum_)
         self.arrive = arrive
         self.has_sent_loss = False
         self.arrivals = flat_parts(flat_gradients.layout, PARTS)

@@ -91,10 +91,10 @@ class TorchReducerFactory:
         elsewhere = sum_.elsewhere if isinstance(sum_, messages.MessageAllreduce) else None
         gradients = FlatGradients(parameters, sum_.flat, layout, ready, sparse, elsewhere)
         if arrive is not None:
-            return StreamedReducer(candidate.name, parameters, gradients, sum_, arrive)
+            return StreamedReducer(candidate.name, gradients, sum_, arrive)
         by_host = not rows_of or candidate.kind in ("mpi", "horovod")
         tables = SparseGradients(rows_of, group if by_host else peers_of(group, device), dtype)
-        return FlatReducer(candidate.name, parameters, gradients, sum_, tables, self.needs_norm)
+        return FlatReducer(candidate.name, gradients, sum_, tables, self.needs_norm)
 
     def _flat_sum(
         self, candidate: Candidate, group: Group, sizes: Sequence[int], dtype: torch.dtype, device: torch.device

@@ -38,7 +38,7 @@ def make(
     model: nn.Module, bucket: int | None = None, dtype: torch.dtype = torch.float32, apart: float = math.inf
 ) -> tuple[FlatReducer, Recorder]:
     flat, recorder = flat_gradients(model, bucket, dtype, apart)
-    return FlatReducer("test", list(model.named_parameters()), flat, recorder), recorder
+    return FlatReducer("test", flat, recorder), recorder
 
 
 def flat_gradients(
@@ -58,7 +58,7 @@ def streamed(model: nn.Module) -> tuple[StreamedReducer, Recorder, list[float]]:
     """A reducer that waits by appending to the list."""
     flat, recorder = flat_gradients(model, 64)
     waits: list[float] = []
-    return StreamedReducer("test", list(model.named_parameters()), flat, recorder, waits.append), recorder, waits
+    return StreamedReducer("test", flat, recorder, waits.append), recorder, waits
 
 
 def test_gradients_that_arrive_in_parts_come_behind_the_loss():
