@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,11 +32,11 @@ VECTOR = 16
 class ParameterTraits:
     """How the parameters of all optimizers may be sharded."""
 
-    updated: frozenset[int] = frozenset()
+    updated: Set[int] = frozenset()
     """Ids of the parameters that an optimizer updates."""
-    elementwise: frozenset[int] = frozenset()
+    elementwise: Set[int] = frozenset()
     """Ids of those whose rows can be updated separately, with the same result up to rounding."""
-    by_rows: frozenset[int] = frozenset()
+    by_rows: Set[int] = frozenset()
     """Ids of those of which the result is the same bitwise."""
     unknown: str | None = None
     """Type of an optimizer that may update a parameter from others, if any."""
@@ -44,19 +44,19 @@ class ParameterTraits:
 
 def traits_of(parts: Sequence[OptimizerPart]) -> ParameterTraits:
     """What the optimizers allow."""
-    found: dict[str, set[int]] = {"updated": set(), "elementwise": set(), "by_rows": set()}
+    updated, elementwise, by_rows = set[int](), set[int](), set[int]()
     unknown = None
     for optimizer in plain(parts):
         known = is_elementwise(optimizer)
         unknown = type(optimizer).__name__ if known is None else unknown
         for group in optimizer.param_groups:
             for parameter in (one for one in group["params"] if one.requires_grad and one.numel()):
-                found["updated"].add(id(parameter))
+                updated.add(id(parameter))
                 if known and parameter.ndim and len(parameter) > 1:
-                    found["elementwise"].add(id(parameter))
+                    elementwise.add(id(parameter))
                     if (parameter.itemsize > 2 and not group.get("fused")) or parameter[0].numel() % VECTOR == 0:
-                        found["by_rows"].add(id(parameter))
-    return ParameterTraits(**{name: frozenset(ids) for name, ids in found.items()}, unknown=unknown)
+                        by_rows.add(id(parameter))
+    return ParameterTraits(updated, elementwise, by_rows, unknown)
 
 
 def is_elementwise(optimizer: Optimizer) -> bool | None:
@@ -158,11 +158,6 @@ def refuse_group(group: Mapping[str, Any]) -> None:
 
 def own_rows(slot: object, whole: Parameter, rows: OwnRows) -> object:
     """This rank's rows of a slot with the shape of the parameter; other slots unchanged."""
-    if isinstance(slot, Tensor) and is_whole(slot, tuple(whole.shape)):
+    if isinstance(slot, Tensor) and slot.shape == whole.shape:
         return rows.piece.of(slot).clone(memory_format=torch.preserve_format)
     return slot
-
-
-def is_whole(slot: Any, shape: tuple[int, ...]) -> bool:
-    """Whether a slot is elementwise: a tensor with the parameter's shape."""
-    return isinstance(slot, Tensor) and tuple(slot.shape) == shape
