@@ -64,7 +64,7 @@ TOKENS: dict[str, int] = {
     "reduce": 11444,
     "train": 14744,
     "tasks": 7720,
-    "backends": 127825,
+    "backends": 127672,
     "checkpoint": 52287,
     "monitor": 32321,
     "track": 6576,
