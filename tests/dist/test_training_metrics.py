@@ -95,7 +95,8 @@ def expected() -> list[dict[str, float]]:
         hits = float((given.argmax(1) == targets).mean())
         weighted = float((given[:, 0] * targets).sum() / targets.sum())
         both = {"share": hits, "accuracy": hits, "hits": hits, "hits/share": hits}
-        intervals.append({**both, "largest": weighted, "median": float(np.median(given[:, 0]))})
+        median = {"median/value": float(np.median(given[:, 0])), "median/samples": len(given)}
+        intervals.append({**both, "largest": weighted, **median})
     return intervals
 
 
@@ -104,7 +105,7 @@ def test_they_are_those_of_all_samples_of_an_interval(found, backend, ranks, nam
     said = found(backend, ranks)[f"{name}-True-0.0"]["means"]
     assert len(said) == len(expected()) == 2 and len(X) == SAMPLES
     for each, wanted in zip(said, expected(), strict=True):
-        assert len(each) == (4 if name == "parameters" else 5), each
+        assert len(each) == (5 if name == "parameters" else 6), each
         for metric in each.keys() - {"loss"}:
             assert each[metric] == pytest.approx(wanted[metric], rel=1e-5), metric  # fp32
 

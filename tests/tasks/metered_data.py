@@ -36,5 +36,6 @@ class Median:
     def merge(self, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
         return {"seen": [*first["seen"], *second["seen"]]}
 
-    def compute(self, state: dict[str, Any]) -> float:
-        return float(np.median(np.concatenate(state["seen"])))
+    def compute(self, state: dict[str, Any]) -> dict[str, float]:
+        seen = np.concatenate(state["seen"])
+        return {"value": float(np.median(seen)), "samples": len(seen)}
