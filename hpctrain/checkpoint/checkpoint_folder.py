@@ -23,7 +23,7 @@ from hpctrain.checkpoint.format.layout import (
 )
 from hpctrain.checkpoint.format.shard import ShardImage, Skeleton
 from hpctrain.checkpoint.policy import KEEP_ALL, Retention
-from hpctrain.checkpoint.read_retry import patiently
+from hpctrain.checkpoint.read_retry import retry_read
 from hpctrain.comm.group import Group
 from hpctrain.errors import Code, RunFailed, UserError
 from hpctrain.run.folder import PARTIAL, name_of_step, step_named
@@ -75,7 +75,7 @@ class CheckpointFolder:
         Raises:
             UnreadableCheckpoint, UserError: the folder cannot be listed.
         """
-        found = map(step_named, patiently(lambda: listed(self.path)))
+        found = map(step_named, retry_read(lambda: listed(self.path)))
         return sorted(step for step in found if step is not None)
 
     def best(self) -> int | None:
@@ -86,7 +86,7 @@ class CheckpointFolder:
         """
         for step in reversed(self.steps()):
             with suppress(DamagedCheckpoint, UserError):
-                if patiently(partial(self.manifest, step)).meta.get("best"):
+                if retry_read(partial(self.manifest, step)).meta.get("best"):
                     return step
         return None
 

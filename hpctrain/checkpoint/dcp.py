@@ -20,7 +20,7 @@ from hpctrain.backends.named_state import INNER
 from hpctrain.checkpoint.format.boxes import Box, tiling_problem
 from hpctrain.checkpoint.format.durable_files import reading
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, DamagedCheckpoint, TensorSpec
-from hpctrain.checkpoint.read_retry import patiently
+from hpctrain.checkpoint.read_retry import retry_read
 from hpctrain.errors import UserError
 from hpctrain.system.array_types import Array
 from hpctrain.train.saved_arrays import SavedArrays, lies_in, require_inside
@@ -184,7 +184,7 @@ class ChunkedArrays(SavedArrays):
 
     def part(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> Array:
         require_inside(name, begin, shape, self.shape_of(name))
-        return patiently(lambda: self._read_once(name, Box(begin, shape)))
+        return retry_read(lambda: self._read_once(name, Box(begin, shape)))
 
     def _read_once(self, name: str, wanted: Box) -> Array:
         out = np.empty(wanted.shape, self.dtype_of(name))

@@ -17,7 +17,7 @@ import numpy as np
 from hpctrain.checkpoint.format.durable_files import crc32, judged
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, DamagedCheckpoint, converted
 from hpctrain.checkpoint.lora import Weights
-from hpctrain.checkpoint.read_retry import patiently
+from hpctrain.checkpoint.read_retry import retry_read
 from hpctrain.checkpoint.weight_files import MODEL
 from hpctrain.errors import UserError
 from hpctrain.system.array_types import Array
@@ -148,7 +148,7 @@ class FrozenSource(SavedArrays):
     def weights(self) -> Weights:
         """The source's weights, once this process's share of them has been verified."""
         path = self.record.path
-        patiently(partial(require_there, path))
+        retry_read(partial(require_there, path))
         weights = self.opening(path, self.stack)
         first, step = self.share
         for one in list(self.named.values())[first::step]:

@@ -25,7 +25,7 @@ from hpctrain.checkpoint.weight_files import MODEL, joined, opened_files
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError, file_errors
 from hpctrain.system.array_types import Array
-from hpctrain.system.retry import files_patiently
+from hpctrain.system.retry import retry_files
 from hpctrain.train.framework import StateSource
 from hpctrain.train.saved_arrays import DerivedArrays, Place, SavedArrays, lies_in, require_inside
 from hpctrain.train.state import StateTensor
@@ -163,7 +163,7 @@ def with_weights(path: str, use: Callable[[Weights, str], T], group: Group) -> T
         found.append(use(joined([Weights(loaded.arrays, loaded.dtypes)], MODEL), os.path.abspath(loaded.path)))
         return {}
 
-    store, step = files_patiently(partial(locate, path))
+    store, step = retry_files(partial(locate, path))
     single = Group("alone")  # one process, so that rank-local state is averaged
     CheckpointStore(store.path, group=group, peers=single).load_into(take, step)
     return found[-1]

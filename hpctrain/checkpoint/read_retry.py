@@ -71,6 +71,6 @@ def read_among(group: Group, count: int, read: Callable[[int], T], what: str) ->
     raise UnreadableCheckpoint(f"{reason} (tried {len(PAUSES_S) + 1} times{who} in {sum(PAUSES_S):.0f} s)", fix)
 
 
-def patiently(read: Callable[[], T]) -> T:
+def retry_read(read: Callable[[], T]) -> T:
     """Call ``read`` in one process, with the retries and errors of ``read_among``."""
     return read_among(Group("alone"), 1, lambda _: read(), "read")[0][0]

@@ -20,7 +20,7 @@ from hpctrain.checkpoint.format.shard import view_of
 from hpctrain.checkpoint.format.shard_reading import ShardFiles, check_rest, check_shard, read_shard
 from hpctrain.checkpoint.frozen import FROZEN, FrozenRecord, FrozenSource
 from hpctrain.checkpoint.lora import Weights
-from hpctrain.checkpoint.read_retry import FINAL, patiently, read_among
+from hpctrain.checkpoint.read_retry import FINAL, read_among, retry_read
 from hpctrain.checkpoint.weight_files import MODEL, joined, opened_files
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
@@ -175,7 +175,7 @@ def opened(path: Path, step: int) -> Iterator[Loaded]:
     manifest = read_manifest(folder, step, alone)
     candidate = LoadCandidate(folder, manifest, alone, alone)
     own = candidate.own_state(check_rest)
-    with closing(LoadedArrays(folder, manifest, candidate.own_rank, own.merged, patiently)) as contents:
+    with closing(LoadedArrays(folder, manifest, candidate.own_rank, own.merged, retry_read)) as contents:
         yield candidate.loaded(contents, own.of_ranks)
 
 
@@ -362,7 +362,7 @@ class LoadedArrays(SavedArrays):
         manifest: the checkpoint's manifest.
         rank: the rank whose rank-local values to use; None to use ``merged``.
         merged: rank-local tensors, merged over all saved ranks.
-        patience: calls a function that reads one tensor, and may retry it if it raises UnreadableCheckpoint.
+        retry: calls a function that reads one tensor, and may retry it if it raises UnreadableCheckpoint.
 
     Access raises DamagedCheckpoint, UnreadableCheckpoint and UserError; see ``ShardFiles.read``.
     """
@@ -373,11 +373,11 @@ class LoadedArrays(SavedArrays):
         manifest: Manifest,
         rank: int | None,
         merged: Mapping[str, Array],
-        patience: Callable[[Callable[[], Array]], Array] = lambda read: read(),
+        retry: Callable[[Callable[[], Array]], Array] = lambda read: read(),
     ) -> None:
         self.files = ShardFiles(folder)
         self.merged = merged
-        self.patience = patience
+        self.retry = retry
         self.pieces: dict[str, list[tuple[Shard, StoredPiece]]] = {}
         """Stored pieces by tensor name."""
         self.names: dict[str, TensorSpec] = {}
@@ -408,7 +408,7 @@ class LoadedArrays(SavedArrays):
         self.files.close()
 
     def _read(self, name: str, wanted: Box) -> Array:
-        return self.patience(lambda: self._read_once(name, wanted))
+        return self.retry(lambda: self._read_once(name, wanted))
 
     def _read_once(self, name: str, wanted: Box) -> Array:
         out = self.files.allocate(wanted.shape, self.names[name].dtype)

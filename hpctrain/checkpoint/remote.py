@@ -38,7 +38,7 @@ from hpctrain.errors import HpctrainError, Replaced
 from hpctrain.run.events import CheckpointStored, Event, StoreAway
 from hpctrain.run.folder import BEGUN_AGAIN, CLAIMED, PARTIAL, name_of_step, step_named
 from hpctrain.system.files import write_atomically
-from hpctrain.system.retry import files_patiently
+from hpctrain.system.retry import retry_files
 
 T = TypeVar("T")
 
@@ -158,7 +158,7 @@ class Remote(CheckpointPlace):
     def found(self, has_other: bool) -> list[Path]:
         """Local folders, newest first, to which ``fetch`` can fetch the checkpoints in the store."""
         files, problem = {}, None
-        if self.group.rank == 0 and not files_patiently(self._is_begun_again):
+        if self.group.rank == 0 and not retry_files(self._is_begun_again):
             try:
                 there = self._spawn(look, self.objects).result()
                 files = {step: there.files(step) for step in sorted(there.folders, reverse=True)}
@@ -196,8 +196,8 @@ class Remote(CheckpointPlace):
         if self.group.rank == 0:
             shutil.rmtree(self.home, ignore_errors=True)
             if fresh:
-                files_patiently(partial(make_durable_folder, self.home.parent))
-                files_patiently(partial(write_atomically, self._mark, b""))
+                retry_files(partial(make_durable_folder, self.home.parent))
+                retry_files(partial(write_atomically, self._mark, b""))
         self.older = loaded.step if loaded else -1
         self.newest = self.stored = max((step for step in self.files if step <= self.older), default=-1)
         self._begin(Sending(self.older))
@@ -305,14 +305,14 @@ class Remote(CheckpointPlace):
     def _send(self, job: Sending) -> int:
         """Upload this rank's part of the shards."""
         for name, path in list(self._shards(job).items())[self.group.rank :: self.group.size]:
-            self._patiently(partial(self.objects.send, path, name), path)
+            self._retry(partial(self.objects.send, path, name), path)
         return 0
 
     def _shards(self, job: Sending) -> dict[str, Path]:
         """Local shard files by object name."""
         if not (folder := job.folder):
             return {}
-        names = self._patiently(partial(os.listdir, folder), folder)
+        names = self._retry(partial(os.listdir, folder), folder)
         return {f"{self._name(job)}/{name}": folder / name for name in sorted(names) if name != MANIFEST_FILE}
 
     def _commit(self, job: Sending) -> int:
@@ -323,20 +323,20 @@ class Remote(CheckpointPlace):
         if not job.folder:
             return 0
         shards = self._shards(job)
-        sizes = self._patiently(lambda: {name: path.stat().st_size for name, path in shards.items()}, job.folder)
+        sizes = self._retry(lambda: {name: path.stat().st_size for name, path in shards.items()}, job.folder)
         while True:
-            there = self._patiently(partial(look, self.objects))
+            there = self._retry(partial(look, self.objects))
             missing = [name for name in shards if there.sizes.get(name) != sizes[name]]
             if not missing:
                 break
             for name in missing:  # upload again what is missing or incomplete
-                self._patiently(partial(self.objects.send, shards[name], name), shards[name])
+                self._retry(partial(self.objects.send, shards[name], name), shards[name])
             if self.stopped.wait(FIRST_PAUSE_S):  # listings may lag behind uploads
                 raise Gone
-        self._patiently(partial(self._require_place, there))
-        manifest = self._patiently((job.folder / MANIFEST_FILE).read_bytes, job.folder)
+        self._retry(partial(self._require_place, there))
+        manifest = self._retry((job.folder / MANIFEST_FILE).read_bytes, job.folder)
         name = f"{self._name(job)}/{MANIFEST_FILE}"
-        if not self._patiently(partial(self.objects.create, name, manifest)):
+        if not self._retry(partial(self.objects.create, name, manifest)):
             raise Replaced(f"{self.objects.url}/{name} was made by another process")
         with suppress(HpctrainError, OSError):  # retried after the next upload
             self._clear(there, job.step)
@@ -345,14 +345,14 @@ class Remote(CheckpointPlace):
     def _claim(self) -> None:
         """Take over the store, unless already done."""
         while not self.number:
-            there = self._patiently(partial(look, self.objects))
-            self._patiently(self.fence)
-            counting = {} if self._patiently(self._is_begun_again) else there.folders
+            there = self._retry(partial(look, self.objects))
+            self._retry(self.fence)
+            counting = {} if self._retry(self._is_begun_again) else there.folders
             older = [folder for step, folder in counting.items() if step <= self.older]
             data = to_json({"token": self.token, "older": older})
-            if self._patiently(partial(self.objects.create, claim_name(there.number + 1), data)):
-                if self._patiently(self._is_begun_again):
-                    self._patiently(partial(write_atomically, self._mark, CLAIMED))
+            if self._retry(partial(self.objects.create, claim_name(there.number + 1), data)):
+                if self._retry(self._is_begun_again):
+                    self._retry(partial(write_atomically, self._mark, CLAIMED))
                 self.number = there.number + 1
 
     @property
@@ -388,7 +388,7 @@ class Remote(CheckpointPlace):
             self.objects.remove([name for name in files if name.endswith(f"/{MANIFEST_FILE}")])
             self.objects.remove([name for name in files if not name.endswith(f"/{MANIFEST_FILE}")])
 
-    def _patiently(self, work: Callable[[], T], path: Path | None = None) -> T:
+    def _retry(self, work: Callable[[], T], path: Path | None = None) -> T:
         """Retry until ``work`` succeeds. Raises Gone if the run ends first or ``path`` is gone; Replaced propagates."""
         pause_s = FIRST_PAUSE_S
         while True:

@@ -10,7 +10,7 @@ from typing import Any
 
 from hpctrain.checkpoint.format.durable_files import REFUSED, judged
 from hpctrain.checkpoint.place import CheckpointPlace
-from hpctrain.checkpoint.read_retry import patiently
+from hpctrain.checkpoint.read_retry import retry_read
 from hpctrain.checkpoint.reading import Loaded, load_newest, step_of
 from hpctrain.checkpoint.resume_compat import differences, in_words, refuse_changes
 from hpctrain.checkpoint.store import CheckpointStore, load_framework
@@ -110,7 +110,7 @@ def tidy(store: CheckpointStore, fresh: bool) -> list[int]:
             fix = "make the folder readable and writable, or set run_dir to another one"
             raise UserError(f"{store.path} cannot be used: {error.strerror or error}", fix) from error
 
-    patiently(clear)
+    retry_read(clear)
     return store.steps()
 
 

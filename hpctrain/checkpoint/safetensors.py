@@ -14,7 +14,7 @@ from hpctrain.checkpoint.format.boxes import Box
 from hpctrain.checkpoint.format.durable_files import reading
 from hpctrain.checkpoint.format.shard_reading import Checks, OpenPiece, RecentBlocks
 from hpctrain.checkpoint.format.strict_json import JsonReader, parse_json, to_json
-from hpctrain.checkpoint.read_retry import patiently
+from hpctrain.checkpoint.read_retry import retry_read
 from hpctrain.errors import UserError
 from hpctrain.system.array_types import Array
 from hpctrain.train.saved_arrays import SavedArrays, as_saved, require_inside, runs_of_rows
@@ -121,7 +121,7 @@ class FileArrays(SavedArrays):
 
     def part(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> Array:
         require_inside(name, begin, shape, self.shape_of(name))
-        return patiently(lambda: self._read_once(name, Box(begin, shape)))
+        return retry_read(lambda: self._read_once(name, Box(begin, shape)))
 
     def _read_once(self, name: str, wanted: Box) -> Array:
         with reading(self.path) as descriptor:

@@ -34,7 +34,7 @@ from hpctrain.run.folder import RunDir, step_named
 from hpctrain.system import cgroups
 from hpctrain.system.array_types import Bytes
 from hpctrain.system.files import make_private
-from hpctrain.system.retry import files_patiently
+from hpctrain.system.retry import retry_files
 
 PREFIX = "hpctrain-snapshots-"
 """Prefix of a run's folder."""
@@ -111,7 +111,7 @@ def shards_here(home: Path, trained: int) -> dict[str, list[int]]:
     Nothing if ``home`` cannot be read: a node's broken disk must not end the run, which has other checkpoints.
     """
     with suppress(OSError, StoreDown):
-        return files_patiently(partial(list_shards, home, trained))
+        return retry_files(partial(list_shards, home, trained))
     return {}
 
 

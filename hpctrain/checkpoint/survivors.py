@@ -27,7 +27,7 @@ from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.system import cgroups, shared_memory
 from hpctrain.system.files import make_private, write_atomically
-from hpctrain.system.retry import files_patiently
+from hpctrain.system.retry import retry_files
 
 T = TypeVar("T")
 
@@ -134,7 +134,7 @@ def on_all(firsts: Group, what: str, work: Callable[[], T]) -> list[T]:
     """Do something on every node and return the results; raise DamagedCheckpoint on all if it fails on one."""
     done, failed = None, None
     try:
-        done = files_patiently(work)
+        done = retry_files(work)
     except (HpctrainError, OSError, ValueError) as error:
         failed = said(error)
     gathered = firsts.allgather([done, failed], what, MOVE_TIMEOUT_S)

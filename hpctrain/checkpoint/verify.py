@@ -8,7 +8,7 @@ from functools import partial
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.checkpoint.format.shard_reading import check_shard
 from hpctrain.checkpoint.frozen import FROZEN, FrozenRecord, FrozenSource
-from hpctrain.checkpoint.read_retry import patiently
+from hpctrain.checkpoint.read_retry import retry_read
 from hpctrain.checkpoint.reading import open_source
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.errors import UserError
@@ -34,11 +34,11 @@ def verify_checkpoint(store: CheckpointStore, step: int) -> VerifyResult:
     readable = True
     try:
         with store.whole(step):
-            manifest = patiently(lambda: store.manifest(step))
+            manifest = retry_read(lambda: store.manifest(step))
             num_bytes = manifest.num_bytes
             for shard in manifest.shards:
                 try:
-                    patiently(partial(check_shard, folder, shard))
+                    retry_read(partial(check_shard, folder, shard))
                 except DamagedCheckpoint as error:
                     problems.append(error.what)
             if FROZEN in manifest.meta:

@@ -12,10 +12,10 @@ from hpctrain.checkpoint.format.durable_files import is_absent, reading
 from hpctrain.checkpoint.format.layout import ITEM_TYPES
 from hpctrain.checkpoint.format.strict_json import JsonReader, parse_json
 from hpctrain.checkpoint.lora import Weights
-from hpctrain.checkpoint.read_retry import patiently
+from hpctrain.checkpoint.read_retry import retry_read
 from hpctrain.errors import UserError
 from hpctrain.system.array_types import Array
-from hpctrain.system.retry import files_patiently
+from hpctrain.system.retry import retry_files
 from hpctrain.train.saved_arrays import DerivedArrays, HeldArrays, Place
 
 MODEL = "model/"
@@ -40,7 +40,7 @@ def joined(parts: Iterable[Weights], prefix: str = "") -> Weights:
 
 def opened_files(path: str) -> Weights | None:
     """Open the weights of a folder of Hugging Face or DCP, or of a file; None for other folders."""
-    files = files_patiently(partial(files_of, Path(path)))
+    files = retry_files(partial(files_of, Path(path)))
     return joined(map(weights_of_file, files)) if files else None
 
 
@@ -56,15 +56,15 @@ def weights_of_file(path: Path) -> Weights:
             fix = "save the weights as .safetensors"
             raise UserError(f"{path} is read with PyTorch, which is not installed", fix) from None
         if path.name == dcp.METADATA:
-            return Weights(*patiently(lambda: dcp.read(real, read_tensor)))
+            return Weights(*retry_read(lambda: dcp.read(real, read_tensor)))
 
         def read() -> tuple[dict[str, Array], dict[str, str]]:
             with reading(real) as descriptor, open(descriptor, "rb", closefd=False) as file:
                 return read_weights(file, real, ITEM_TYPES)
 
-        arrays, dtypes = patiently(read)
+        arrays, dtypes = retry_read(read)
         return Weights(HeldArrays(arrays), dtypes)
-    return Weights(*patiently(lambda: safetensors.read(real)))
+    return Weights(*retry_read(lambda: safetensors.read(real)))
 
 
 def files_of(folder: Path) -> list[Path]:

@@ -32,7 +32,7 @@ from hpctrain.run.tail import Tail
 from hpctrain.run.verdict import RunVerdict, Stop, failed_with, replaced
 from hpctrain.system import processes
 from hpctrain.system.output import SHOWN_S, say
-from hpctrain.system.retry import read_patiently
+from hpctrain.system.retry import retry_or_fail
 from hpctrain.system.signals import StopSignals, signal_name
 
 WORDS_EVERY_S = 1.0
@@ -169,7 +169,7 @@ class WatchedAttempt:
                 self.failure = failed_with(code_of(error), what, "see ulimit -a, and whether its file systems answer")
         self.take_stop_file(time.monotonic())  # ranks that saw it may have ended before the next look
         try:
-            written = read_patiently(lambda: collect(self.run_dir, self.number))
+            written = retry_or_fail(lambda: collect(self.run_dir, self.number))
         except RunFailed as error:
             say(f"how the ranks ended is known from the last look only: {error.what}")
             written = self.words.look()
@@ -184,9 +184,9 @@ class WatchedAttempt:
     def earlier(self) -> tuple[list[Attempt], Sequence[LastWord]]:
         """Returns the attempts that count, up to this one, and the last words of the one before it."""
         try:
-            attempts = read_patiently(self.attempts_so_far)
+            attempts = retry_or_fail(self.attempts_so_far)
             if any(attempt.number == self.number - 1 for attempt in attempts):
-                before = read_patiently(lambda: last_words.read(self.run_dir, self.number - 1))
+                before = retry_or_fail(lambda: last_words.read(self.run_dir, self.number - 1))
                 return attempts, before.ranks if before else ()
             return attempts, ()
         except RunFailed as error:
@@ -417,13 +417,13 @@ class WatchedAttempt:
             self.stop_deadline = max(self.stop_deadline, now + self.grace_s())
         self.saved_bytes = saved_bytes
 
-    def suspect(self, key: str, now: float, patience_s: float, failure: RunVerdict | None) -> None:
+    def suspect(self, key: str, now: float, grace_s: float, failure: RunVerdict | None) -> None:
         """Ends the attempt if the condition ``key`` lasts; ``failure`` is the reason unless a better one is found.
 
         A launcher that is ending the ranks gets the time it announces; after that it reports which node is lost.
         """
         lasted_s = self.lasted_s(key, now)
-        if self.ended_at == math.inf and lasted_s > patience_s + launcher_messages.waits_s(self.launcher.messages):
+        if self.ended_at == math.inf and lasted_s > grace_s + launcher_messages.waits_s(self.launcher.messages):
             self.end(now, failure, Standing.SEEN)
 
     def lasted_s(self, key: str, now: float) -> float:

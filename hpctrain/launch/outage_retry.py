@@ -26,7 +26,7 @@ class Stopped(HpctrainError):
     code = Code.STOPPED
 
 
-def patiently(ask: Callable[[], T], again: type[HpctrainError], run: RunDir) -> T:
+def retry_outage(ask: Callable[[], T], again: type[HpctrainError], run: RunDir) -> T:
     """Calls ``ask`` until it does not raise ``again``, pausing PAUSES_S in between; returns its result.
 
     Raises:

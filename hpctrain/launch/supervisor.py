@@ -20,7 +20,7 @@ from hpctrain.run.run_view import RunView
 from hpctrain.run.stop_request import requested_stop
 from hpctrain.run.verdict import Action, RunVerdict, replaced
 from hpctrain.system.output import SHOWN_S, say
-from hpctrain.system.retry import read_patiently
+from hpctrain.system.retry import retry_or_fail
 from hpctrain.system.signals import StopSignals
 
 
@@ -113,7 +113,7 @@ def supervise(
 def newest_step(run_dir: RunDir, known: int | None) -> int | None:
     """Returns the step of the newest checkpoint, or ``known`` if the folder cannot be read (counts as no progress)."""
     try:
-        return read_patiently(run_dir.newest_checkpoint_step)
+        return retry_or_fail(run_dir.newest_checkpoint_step)
     except HpctrainError as error:
         say(str(error))
         return known

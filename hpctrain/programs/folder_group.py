@@ -17,7 +17,7 @@ from hpctrain.errors import HpctrainError, RunFailed, is_away
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import pieces
 from hpctrain.system import files, safe_read
-from hpctrain.system.retry import files_patiently
+from hpctrain.system.retry import retry_files
 
 MOST_OPENED = 64
 """Number of awaited files from which the folder is listed instead of trying to open each of them."""
@@ -90,7 +90,7 @@ class FolderGroup(Group):
         self.number += 1
         end = time.monotonic() + timeout_s
         with files.writing(self.folder):
-            files_patiently(partial(files.make_folder, self.folder, self.root))
+            retry_files(partial(files.make_folder, self.folder, self.root))
         if self.rank:
             self._leave(str(self.rank), value)
             everything = self._take({"all"}, what, end)["all"]
@@ -113,7 +113,7 @@ class FolderGroup(Group):
 
     def _leave(self, who: str, value: Any) -> None:
         # The monitor's token is among the values.
-        files_patiently(partial(files.write_atomically, self._path(who), to_json(value), self.root, mode=0o600))
+        retry_files(partial(files.write_atomically, self._path(who), to_json(value), self.root, mode=0o600))
 
     def _take(self, missing: set[str], what: str, end: float) -> dict[str, Any]:
         """Waits for the values of these writers and returns them by writer.

@@ -31,7 +31,7 @@ from hpctrain.system import safe_read
 from hpctrain.system.files import cannot_write, write_atomically, writing
 from hpctrain.system.json_shape import fields_of, is_count, is_time, maker, sound, without_misfits
 from hpctrain.system.python import version_of
-from hpctrain.system.retry import files_patiently
+from hpctrain.system.retry import retry_files
 
 ALWAYS = ("from_step", "job_id", "git_commit")
 """Fields that an entry of run.json has even if they are null."""
@@ -195,8 +195,8 @@ class Attempts:
             RunFailed: the folder cannot be written.
         """
         if forget_stop:
-            files_patiently(self._forget_stop)
-        info = files_patiently(self.info)
+            retry_files(self._forget_stop)
+        info = retry_files(self.info)
         begun = dataclasses.replace(
             attempt,
             started=time.time(),
@@ -208,13 +208,13 @@ class Attempts:
         )
         new = {"id": uuid.uuid4().hex, "created": time.time(), "path": str(self.run_dir.path.resolve())}
         record = _json({"run": {**new, **_identity(info)}, "attempt": begun.to_json()})
-        number = files_patiently(lambda: self.ids.take(record))
+        number = retry_files(lambda: self.ids.take(record))
         if info.get("path", new["path"]) == new["path"]:
-            files_patiently(self._summarise)
+            retry_files(self._summarise)
         else:
             self._note(number, "fields", new if self._is_copy(info) else {"path": new["path"]})
         if run_yaml is not None:
-            files_patiently(lambda: write_atomically(self.run_dir.run_yaml, run_yaml.encode(), self.run_dir.path))
+            retry_files(lambda: write_atomically(self.run_dir.run_yaml, run_yaml.encode(), self.run_dir.path))
         return number
 
     def end(self, number: int, verdict: RunVerdict, words: Sequence[LastWord], all_ended: bool = True) -> None:
@@ -242,7 +242,7 @@ class Attempts:
 
     def all(self) -> list[Attempt]:
         """Returns the run's attempts since it last began again, oldest first."""
-        return since_fresh(files_patiently(self.info))
+        return since_fresh(retry_files(self.info))
 
     def fence(self) -> int:
         """Returns the number of the newest attempt, 0 before the first."""
@@ -289,7 +289,7 @@ class Attempts:
             write_atomically(path, _json({**before, **fields}), self.run_dir.path)
             return self._summarise()
 
-        return files_patiently(add)
+        return retry_files(add)
 
     def _summarise(self) -> dict[str, Any]:
         """Writes run.json from the attempts' own files; returns its content.

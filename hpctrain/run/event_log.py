@@ -16,7 +16,7 @@ from hpctrain.run.progress import Progress
 from hpctrain.run.tail import Tail
 from hpctrain.system import safe_read
 from hpctrain.system.files import append_bytes
-from hpctrain.system.retry import files_patiently
+from hpctrain.system.retry import retry_files
 
 MOST_WAITING = 10_000
 """Maximum number of unwritten events kept in memory (some MiB); the oldest are dropped first."""
@@ -102,7 +102,7 @@ def read_events(run: RunDir) -> list[Event]:
 def events_if_readable(run: RunDir) -> list[Event]:
     """Returns all events of a run, for estimates that nothing waits for; none if they cannot be read."""
     with contextlib.suppress(HpctrainError, OSError):
-        return files_patiently(lambda: read_events(run))
+        return retry_files(lambda: read_events(run))
     return []
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpctrain.errors import UserError
 from hpctrain.system.files import Diverted, make_folder
-from hpctrain.system.retry import files_patiently
+from hpctrain.system.retry import retry_files
 from hpctrain.system.safe_read import NotPlain, head
 
 
@@ -92,7 +92,7 @@ class RunDir:
         """
         try:
             for folder in (self.monitor, self.ranks, self.checkpoints, self.logs):
-                files_patiently(partial(make_folder, folder, self.path))
+                retry_files(partial(make_folder, folder, self.path))
         except Diverted as error:
             fix = "remove it, or set run_dir to another folder; for more space, put the whole run folder elsewhere"
             raise UserError(f"{error.strerror}", fix) from error
@@ -114,7 +114,7 @@ class RunDir:
                 found.append(int(head(self.saved_step, 32)))
             return found
 
-        return max((step for step in files_patiently(steps) if step is not None), default=None)
+        return max((step for step in retry_files(steps) if step is not None), default=None)
 
 
 PARTIAL = ".partial-"

@@ -27,7 +27,7 @@ from hpctrain.run.verdict import RunVerdict
 from hpctrain.system import files, safe_read
 from hpctrain.system.json_shape import is_count, maker, sound
 from hpctrain.system.processes import birth, machine
-from hpctrain.system.retry import files_patiently
+from hpctrain.system.retry import retry_files
 
 FILE_BYTES = 16384
 """Size of a rank's file; the middle of a longer traceback is cut out."""
@@ -153,7 +153,7 @@ class WordFile:
                 files.make_folder(self.path.parent, self.run)
             files.write_atomically(self.path, padded(word), self.run)
 
-        files_patiently(write)
+        retry_files(write)
 
     def end(self, word: LastWord) -> None:
         """Overwrites the word in place. Raises no error, since there is no one left to report it to."""
@@ -163,7 +163,7 @@ class WordFile:
             files.overwrite(self.path, padded(word), self.run)
 
         with contextlib.suppress(OSError, StoreDown):
-            files_patiently(write)
+            retry_files(write)
 
 
 def padded(word: LastWord) -> bytes:
@@ -208,7 +208,7 @@ def collect(run_dir: RunDir, attempt: int) -> list[LastWord]:
             raise away
 
     try:
-        files_patiently(read)
+        retry_files(read)
     except StoreDown:
         if not found:
             raise
@@ -233,7 +233,7 @@ def merge(run_dir: RunDir, attempt: int, words: Sequence[LastWord], verdict: Run
     ranks = [shortened(word, MERGED_BYTES // len(words)) for word in words]
     content = {"attempt": attempt, "verdict": verdict.to_json(), "ranks": ranks}
     text = json.dumps(content, indent=1).encode() + b"\n"
-    files_patiently(lambda: files.write_atomically(run_dir.words(attempt), text, run_dir.path))
+    retry_files(lambda: files.write_atomically(run_dir.words(attempt), text, run_dir.path))
     with contextlib.suppress(OSError):
         files.remove_folder(pieces(run_dir, attempt), run_dir.path)
 
@@ -241,7 +241,7 @@ def merge(run_dir: RunDir, attempt: int, words: Sequence[LastWord], verdict: Run
 def read(run_dir: RunDir, attempt: int) -> AttemptWords | None:
     """Reads the words of an attempt: the merged file, or the ranks' own files if they were not merged."""
     try:
-        saved = _merged(files_patiently(lambda: safe_read.read_json(run_dir.words(attempt))))
+        saved = _merged(retry_files(lambda: safe_read.read_json(run_dir.words(attempt))))
     except (FileNotFoundError, safe_read.NotPlain, safe_read.TooLarge, ValueError):
         words = collect(run_dir, attempt)
         return AttemptWords(tuple(words)) if words else None

@@ -25,7 +25,7 @@ from hpctrain.system import safe_read
 from hpctrain.system.files import create_exclusively, make_folder, write_atomically, writing
 from hpctrain.system.json_shape import is_time, maker, sound
 from hpctrain.system.processes import birth, is_alive, is_hidden, machine
-from hpctrain.system.retry import files_patiently
+from hpctrain.system.retry import retry_files
 
 BEAT_S = 10.0
 """Seconds between two signs of life in the lock file."""
@@ -120,9 +120,9 @@ class LiveLock:
             RunFailed: the folder cannot be used.
         """
         try:
-            while not files_patiently(self._take):
+            while not retry_files(self._take):
                 pass  # another process was faster
-            files_patiently(self._show)
+            retry_files(self._show)
         except OSError as error:
             what = f"run folder {self.run_dir.path} cannot be locked: {error.strerror or error}"
             raise RunFailed(what, "check that it may be read and written, then run the same command again") from error

@@ -14,7 +14,7 @@ from hpctrain.errors import requires
 
 RETRIES = 6
 """Retries of a request to a store that is busy or does not answer."""
-PATIENCE_S = 60.0
+RETRY_S = 60.0
 """Longest time in seconds for retries; then the error reaches the caller."""
 MOST_TEXT = 300
 """Most characters shown of a store's error."""
@@ -27,7 +27,7 @@ def opened(url: str, writes: bool = False) -> Any:
     scheme = urlsplit(url).scheme
     if scheme == "file":
         return from_url(url, mkdir=writes, automatic_cleanup=True)
-    retries: Any = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=PATIENCE_S)}
+    retries: Any = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_S)}
     if scheme not in ("s3", "s3a"):
         return from_url(url, retry_config=retries)
     provider: Any = None

@@ -214,15 +214,15 @@ def has_children(pid: int) -> bool:
     return False
 
 
-def end_descendants(patience_s: float, spared: Collection[int] = (), alone: int = 0) -> list[int]:
+def end_descendants(grace_s: float, spared: Collection[int] = (), alone: int = 0) -> list[int]:
     """Waits for all descendants of this process to end, kills the rest, and reaps them. Returns the killed PIDs.
 
     Args:
-        patience_s: seconds to wait before killing.
+        grace_s: seconds to wait before killing.
         spared: PIDs to spare, with their descendants.
         alone: the PID in ``spared`` whose descendants are not spared.
     """
-    _, alive = psutil.wait_procs(_descendants(spared, alone), timeout=patience_s)
+    _, alive = psutil.wait_procs(_descendants(spared, alone), timeout=grace_s)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -234,11 +234,11 @@ def end_descendants(patience_s: float, spared: Collection[int] = (), alone: int 
     return [process.pid for process in alive]
 
 
-def end_process(process: subprocess.Popen[bytes], patience_s: float) -> None:
-    """Terminates a child process and waits for it; kills it after ``patience_s``."""
+def end_process(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    """Terminates a child process and waits for it; kills it after ``grace_s``."""
     process.terminate()
     try:
-        process.wait(patience_s)
+        process.wait(grace_s)
     except subprocess.TimeoutExpired:
         kill(process)
 

@@ -53,7 +53,7 @@ class StaysDown(StoreDown):
     """A file server was waited for in vain; no one waits again."""
 
 
-def files_patiently(use: Callable[[], T]) -> T:
+def retry_files(use: Callable[[], T]) -> T:
     """Calls ``use`` until it succeeds, as long as a file server is down, pausing FILE_PAUSES_S; returns its result.
 
     Not for what is polled: it may take seconds.
@@ -76,10 +76,10 @@ def files_patiently(use: Callable[[], T]) -> T:
         raise StaysDown(*_told(error)) from error
 
 
-def read_patiently(use: Callable[[], T]) -> T:
-    """Calls ``use`` as ``files_patiently`` does. Raises RunFailed for any error of the file system."""
+def retry_or_fail(use: Callable[[], T]) -> T:
+    """Calls ``use`` as ``retry_files`` does. Raises RunFailed for any error of the file system."""
     try:
-        return files_patiently(use)
+        return retry_files(use)
     except OSError as error:
         raise RunFailed(*_told(error)) from error
 

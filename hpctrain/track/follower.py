@@ -27,7 +27,7 @@ from hpctrain.system.json_shape import fits, is_count
 
 FLUSH_S = 20.0
 """Longest wait at the end of a run for a server that answers."""
-PATIENCE_S = 1.0
+UNANSWERED_S = 1.0
 """Longest wait at the end of a run for a server that does not answer."""
 LOOK_S = 0.05
 MOST_BYTES = 1 << 16
@@ -89,7 +89,7 @@ class FollowerSink:
         while self.follower.poll() is None:
             waited = time.monotonic() - ended
             answers = not position(self.run_dir, self.name).get("problem")
-            if waited > (FLUSH_S if answers else PATIENCE_S):
+            if waited > (FLUSH_S if answers else UNANSWERED_S):
                 processes.kill(self.follower)
                 break
             time.sleep(LOOK_S)

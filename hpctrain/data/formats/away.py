@@ -49,21 +49,21 @@ def wait(pause_s: float, error: StoreDown) -> None:
     time.sleep(pause_s)
 
 
-def patiently(call: Callable[[], T]) -> T:
+def retry_store(call: Callable[[], T]) -> T:
     """Calls ``call`` until the store answers; raises StoreDown after PAUSES_S."""
     return retry(call, StoreDown, PAUSES_S, wait)
 
 
-def local_patiently(where: str, call: Callable[[], T]) -> T:
+def retry_local(where: str, call: Callable[[], T]) -> T:
     """Calls ``call``, which uses local files, until their server answers; raises StoreDown after PAUSES_S."""
 
     def once() -> T:
         with noticing(where, remote=False):
             return call()
 
-    return patiently(once)
+    return retry_store(once)
 
 
-def patient(begin: Callable[[], Iterable[T]]) -> Iterator[T]:
+def retry_items(begin: Callable[[], Iterable[T]]) -> Iterator[T]:
     """Yields what ``begin`` gives, begun again while the store is away; raises StoreDown after PAUSES_S."""
     return retried(begin, StoreDown, PAUSES_S, wait)

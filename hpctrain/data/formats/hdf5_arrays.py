@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 
 from hpctrain.data.dataset import Field
-from hpctrain.data.formats.away import local_patiently
+from hpctrain.data.formats.away import retry_local
 from hpctrain.data.formats.block_cache import BlockCache
 from hpctrain.data.samples import grouped
 from hpctrain.errors import UserError
@@ -114,7 +114,7 @@ class BlockArray:
     def _read(self, begin: int) -> Array:
         end = min(begin + self.block_samples, self.dataset.shape[0])
         try:
-            values: Any = local_patiently(str(self.path), lambda: self.dataset[begin:end])
+            values: Any = retry_local(str(self.path), lambda: self.dataset[begin:end])
         except OSError as error:
             what = f"{self.path}: samples {begin} to {end - 1} of {'/' + self.name!r} cannot be read: {error}"
             raise UserError(what, "the file is damaged: make or copy it again") from error

@@ -15,7 +15,7 @@ import numpy as np
 
 from hpctrain.data.casting import is_exact
 from hpctrain.data.dataset import Field, Samples, choose, content_fingerprint, fields_like, users_code
-from hpctrain.data.formats.away import local_patiently
+from hpctrain.data.formats.away import retry_local
 from hpctrain.data.samples import Sample, named, stack
 from hpctrain.errors import UserError, file_errors, refusal, requires
 from hpctrain.system.array_types import Array, Bytes, Ints
@@ -134,7 +134,7 @@ class UnchangedFile:
                 return [read_all(file.fileno(), length, offset) for offset, length in parts]
 
         with file_errors(f"{self.path} cannot be read", "make the file readable on every node"):
-            return local_patiently(str(self.path), read)
+            return retry_local(str(self.path), read)
 
 
 def read_all(descriptor: int, length: int, offset: int) -> bytes:

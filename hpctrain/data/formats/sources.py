@@ -27,7 +27,7 @@ from hpctrain.data.dataset import (
     from_arrays,
     is_ordered,
 )
-from hpctrain.data.formats.away import local_patiently, patiently
+from hpctrain.data.formats.away import retry_local, retry_store
 from hpctrain.data.formats.block_cache import BlockCache
 from hpctrain.data.formats.records import JsonLines, Records, TarShard, open_records
 from hpctrain.data.formats.table_dataset import open_table_dataset
@@ -161,10 +161,10 @@ def open_files(
         if kind == "Parquet":
             return open_table_dataset(open_table(str(path), "parquet"), names, cache, ragged, decode)
         if kind in RECORDS:
-            return open_records(patiently(lambda: RECORDS[kind](Path(path))), decode, names, ragged)
+            return open_records(retry_store(lambda: RECORDS[kind](Path(path))), decode, names, ragged)
         from hpctrain.data.formats.hdf5 import open_hdf5
 
-        return patiently(lambda: open_hdf5(Path(path), names, cache, decode))
+        return retry_store(lambda: open_hdf5(Path(path), names, cache, decode))
 
     return concatenate([open_one(path) for path in paths], [str(path) for path in paths])
 
@@ -190,7 +190,7 @@ def expand(sources: Iterable[str | Path]) -> list[str | Path]:
 def looked_up(where: str, call: Callable[[], T]) -> T:
     """Calls ``call``, which looks at folders; raises UserError if this user may not."""
     with file_errors(f"{where} cannot be read", "correct the path of the data, or ask its owner for permission"):
-        return local_patiently(where, call)
+        return retry_local(where, call)
 
 
 def files_of(pattern: str | Path) -> list[str | Path]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from hpctrain.data.dataset import Dataset, Field, Samples, check_field, choose, content_fingerprint
 from hpctrain.data.formats.arrow_values import values
-from hpctrain.data.formats.away import patiently
+from hpctrain.data.formats.away import retry_store
 from hpctrain.data.formats.block_cache import BlockCache
 from hpctrain.data.formats.records import Decode, open_records
 from hpctrain.data.formats.tables import Table, TablePart, reading
@@ -107,7 +107,7 @@ def read_part(table: Table, part: TablePart, names: Sequence[str]) -> Any:
             rows = pyarrow.Table.from_batches(list(part.scan(names))).combine_chunks()
         return pyarrow.RecordBatch.from_arrays([whole(rows, name, part) for name in names], names=list(names))
 
-    return patiently(read)
+    return retry_store(read)
 
 
 def whole(rows: Any, name: str, part: TablePart) -> Any:

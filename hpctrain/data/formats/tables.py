@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from hpctrain.config.values import refuse_credentials
 from hpctrain.data.formats.arrow_values import require_exact, unified
-from hpctrain.data.formats.away import noticing, patiently
+from hpctrain.data.formats.away import noticing, retry_store
 from hpctrain.errors import UserError, requires
 
 BATCH_ROWS = 8192
@@ -81,7 +81,7 @@ class Table:
             with reading(self.address, str(self.origin["kind"]), self.is_remote):
                 return sum(len(batch) for batch in part.scan(self.schema.names[:1]))
 
-        return patiently(count) if part.rows is None else part.rows
+        return retry_store(count) if part.rows is None else part.rows
 
     def record(self, rows: int) -> dict[str, Any]:
         """Origin, number of rows and schema, for the run's record."""
@@ -90,7 +90,7 @@ class Table:
 
 def open_table(address: str, kind: str) -> Table:
     """Open a table of files of this kind; see ``open_files``."""
-    return patiently(lambda: open_files(address, kind))
+    return retry_store(lambda: open_files(address, kind))
 
 
 def open_files(address: str, kind: str) -> Table:

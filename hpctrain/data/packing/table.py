@@ -11,7 +11,7 @@ import numpy as np
 
 from hpctrain.data.dataset import Samples, check_field
 from hpctrain.data.formats.arrow_values import values
-from hpctrain.data.formats.away import patient
+from hpctrain.data.formats.away import retry_items
 from hpctrain.data.formats.tables import Table, TablePart, not_utf8, reading
 from hpctrain.data.packing.pack_source import Columns, PackSource, assign, gather
 from hpctrain.errors import UserError
@@ -130,7 +130,7 @@ def from_table(table: Table, wanted: Columns | None) -> PackSource:
     def blocks() -> Iterator[Samples]:
         begin = 0
         for part in table.parts:
-            for batch in patient(lambda part=part: batches(part)):  # type: ignore[misc]
+            for batch in retry_items(lambda part=part: batches(part)):  # type: ignore[misc]
                 if not len(batch):
                     continue
                 where = f"{part.where}: column"

@@ -54,7 +54,7 @@ def write_hdf5(
     with making(path):
         if compression is None:
             check_space(path.parent, source.length * sum(field.num_bytes for field in fields.values()))
-        with replacement(path) as temporary, PatientFile(temporary, "w+b") as raw:
+        with replacement(path) as temporary, DeferringFile(temporary, "w+b") as raw:
             if compression is None and chunk_samples is None:
                 write_contiguous(raw, source, fields, on_progress)
             else:
@@ -76,7 +76,7 @@ def making(path: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def write_contiguous(
-    raw: PatientFile, source: PackSource, fields: Mapping[str, Field], on_progress: Callable[[int], None]
+    raw: DeferringFile, source: PackSource, fields: Mapping[str, Field], on_progress: Callable[[int], None]
 ) -> None:
     """Write contiguous arrays.
 
@@ -105,7 +105,7 @@ def allocate(file: h5py.File, fields: Mapping[str, Field], length: int) -> dict[
 
 
 def write_chunked(
-    raw: PatientFile,
+    raw: DeferringFile,
     source: PackSource,
     fields: Mapping[str, Field],
     chunk_samples: int | None,
@@ -150,7 +150,7 @@ def new_file(raw: io.FileIO, source: PackSource) -> h5py.File:
     return file
 
 
-class PatientFile(io.FileIO):
+class DeferringFile(io.FileIO):
     """A file that keeps its first OSError for ``check`` instead of raising it: libhdf5 crashes when it closes a file
     after a failed write."""
 
@@ -159,18 +159,18 @@ class PatientFile(io.FileIO):
     def write(self, content: Any) -> int:
         rest = memoryview(content).cast("B")
         num_bytes = len(rest)
-        with self._patience():
+        with self._deferring():
             while len(rest):
                 rest = rest[super().write(rest) :]
         return num_bytes
 
     def truncate(self, size: int | None = None) -> int:
-        with self._patience():
+        with self._deferring():
             super().truncate(size)
         return self.tell() if size is None else size
 
     @contextlib.contextmanager
-    def _patience(self) -> Iterator[None]:
+    def _deferring(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:

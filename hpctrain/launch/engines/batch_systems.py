@@ -10,7 +10,7 @@ from pathlib import Path
 from hpctrain.config.sections import LaunchConfig
 from hpctrain.errors import UserError
 
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 """Timeout for querying a batch system's hosts, in seconds."""
 
 
@@ -144,7 +144,7 @@ def hosts_of(system: BatchSystem, given: Mapping[str, str]) -> tuple[str, ...]:
         words = [line.split()[0] for line in lines if line.strip()]
     else:
         command = [*system.hosts_command]
-        words = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S).stdout.split()
+        words = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT_S).stdout.split()
     if not words:
         raise OSError("it names no hosts")
     return tuple(dict.fromkeys(words))

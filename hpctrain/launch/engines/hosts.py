@@ -172,11 +172,11 @@ class Hosts:
 
         Returns None if they do not, if the run is asked to stop, or in a job, whose scheduler gives it other hosts.
         """
-        patience_s = self.config.launch.node_wait_s
+        wait_s = self.config.launch.node_wait_s
         if JOB in os.environ:
             return None
-        say(f"too few hosts are left: waiting up to {patience_s:.0f} s for {', '.join(sorted(self.lost))} to return")
-        end = time.monotonic() + patience_s
+        say(f"too few hosts are left: waiting up to {wait_s:.0f} s for {', '.join(sorted(self.lost))} to return")
+        end = time.monotonic() + wait_s
         try:
             with interruptible():
                 while time.monotonic() < end and requested_stop(self.run_dir) is None:

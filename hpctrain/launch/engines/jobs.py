@@ -17,7 +17,7 @@ from hpctrain.system import safe_read
 from hpctrain.system.files import append_bytes, write_all, write_atomically
 from hpctrain.system.json_shape import is_time, maker, sound
 from hpctrain.system.output import say
-from hpctrain.system.retry import files_patiently
+from hpctrain.system.retry import retry_files
 
 SCRIPT, LOGS = "job.sbatch", "logs"
 """In the run folder: the script of Slurm jobs, and the folder of their logs."""
@@ -154,7 +154,7 @@ def record(run: RunDir, submitted: Submitted) -> None:
 def submissions(run: RunDir, engine: str | None = None) -> list[Submitted]:
     """Returns all recorded jobs of a run, or those of one scheduler, oldest first."""
     try:
-        lines = files_patiently(lambda: safe_read.read(run.path / "jobs.jsonl")).splitlines()
+        lines = retry_files(lambda: safe_read.read(run.path / "jobs.jsonl")).splitlines()
     except (FileNotFoundError, safe_read.NotPlain, safe_read.TooLarge):
         return []
     return [found for found in map(_submitted, lines) if found and engine in (None, found.engine)]

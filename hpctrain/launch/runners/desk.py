@@ -62,17 +62,17 @@ class Desk:
         self.in_row = 0
         """Number of connections since the last authenticated one."""
 
-    def wait_for(self, count: int, patience_s: float) -> list[str]:
+    def wait_for(self, count: int, timeout_s: float) -> list[str]:
         """Waits for ``count`` nodes; returns the host names of the connected nodes in order of arrival.
 
         Raises:
-            RunFailed: they did not connect within ``patience_s``.
+            RunFailed: they did not connect within ``timeout_s``.
         """
         with self.changed:
-            in_time = self.changed.wait_for(lambda: len(self.links) >= count, min(patience_s, threading.TIMEOUT_MAX))
+            in_time = self.changed.wait_for(lambda: len(self.links) >= count, min(timeout_s, threading.TIMEOUT_MAX))
             names = list(self.links)
         if not in_time:
-            what = f"{len(names)} of {count} nodes have joined within {patience_s:.0f} s"
+            what = f"{len(names)} of {count} nodes have joined within {timeout_s:.0f} s"
             raise RunFailed(what, "start hpctrain node on each node")
         return names
 

@@ -35,12 +35,12 @@ NOT_STARTED = b"126"
 """Exit code of a command that could not be started, as in a shell."""
 
 
-def run(find: Callable[[], Ticket], patience_s: float) -> None:
+def run(find: Callable[[], Ticket], timeout_s: float) -> None:
     """Serves one run until it is over.
 
     Args:
         find: returns the ticket of the supervisor; raises OSError while there is none.
-        patience_s: longest wait for the supervisor, in seconds.
+        timeout_s: longest wait for the supervisor, in seconds.
 
     Raises:
         UserError: what answers does not hold the run's key.
@@ -50,15 +50,15 @@ def run(find: Callable[[], Ticket], patience_s: float) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP, GOING):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
-        asyncio.run(_serve(find, patience_s))
+        asyncio.run(_serve(find, timeout_s))
     except Lost as error:
         raise RunFailed(f"the supervisor is gone: {error}", "see how the run ended") from error
     finally:
         processes.end_descendants(0.0)
 
 
-async def _serve(find: Callable[[], Ticket], patience_s: float) -> None:
-    link = await _connect(find, patience_s)
+async def _serve(find: Callable[[], Ticket], timeout_s: float) -> None:
+    link = await _connect(find, timeout_s)
     for name in (KEY, ADDRESS):  # ranks must not have them
         os.environ.pop(name, None)
     host = socket.gethostname()
@@ -126,14 +126,14 @@ async def _reaping(started: Mapping[int, Process | None]) -> AsyncIterator[None]
         task.cancel()
 
 
-async def _connect(find: Callable[[], Ticket], patience_s: float) -> Link:
+async def _connect(find: Callable[[], Ticket], timeout_s: float) -> Link:
     """Connects to the supervisor.
 
     Raises:
         UserError: what answers does not hold the key.
         RunFailed: nothing answered in time.
     """
-    end = time.monotonic() + patience_s
+    end = time.monotonic() + timeout_s
     problem = "no ticket"
     while time.monotonic() < end:
         with contextlib.suppress(OSError):  # no ticket yet, or the file server does not answer
@@ -148,7 +148,7 @@ async def _connect(find: Callable[[], Ticket], patience_s: float) -> Link:
                     problem = f"{address}:{ticket.port}: {error or type(error).__name__}"
         await asyncio.sleep(RETRY_S)
     fix = "start hpctrain run first, and see that nodes reach its host"
-    raise RunFailed(f"no supervisor was found within {patience_s:.0f} s: {problem}", fix)
+    raise RunFailed(f"no supervisor was found within {timeout_s:.0f} s: {problem}", fix)
 
 
 async def _call(address: str, ticket: Ticket) -> Link:

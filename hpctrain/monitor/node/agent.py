@@ -133,11 +133,11 @@ class ChiefAgent:
         self.turn(0)  # the first rank waits for the end of this process
         self.chief.close()
 
-    def turn(self, patience_s: float = POLL_S) -> None:
+    def turn(self, timeout_s: float = POLL_S) -> None:
         """Handles readable connections, of which there may be thousands, and polls its own node when due."""
         if self.door is not None:
             self.keep_door(self.door, time.monotonic())
-        for source in self.inputs.select(patience_s):
+        for source in self.inputs.select(timeout_s):
             if isinstance(source, Connection):
                 self.hear(source)
             elif self.door is not None:

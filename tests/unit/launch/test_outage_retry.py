@@ -37,14 +37,14 @@ def test_a_file_server_that_is_away_is_asked_again_until_patience_ends(asked):
             raise answer
         return answer
 
-    assert retry.read_patiently(read) == "content" and asked == list(retry.FILE_PAUSES_S[:2])
+    assert retry.retry_or_fail(read) == "content" and asked == list(retry.FILE_PAUSES_S[:2])
     answers[:] = [errors.refusal(OSError(errno.EIO, "EIO"), "run.yaml cannot be read", "see"), "content"]
     answers[0].__cause__ = OSError(errno.EIO, "EIO")
-    assert retry.read_patiently(read) == "content", "who raised it has not waited"
+    assert retry.retry_or_fail(read) == "content", "who raised it has not waited"
     asked.clear()
     answers[:] = [OSError(errno.EIO, os.strerror(errno.EIO), "run.json")] * 9
     with pytest.raises(RunFailed, match=r"run\.json cannot be used: Input/output error"):
-        retry.read_patiently(lambda: retry.files_patiently(read))
+        retry.retry_or_fail(lambda: retry.retry_files(read))
     assert len(asked) == len(retry.FILE_PAUSES_S), "one of the two waits"
 
 
@@ -53,7 +53,7 @@ def test_other_errors_are_not_waited_for(asked):
         raise PermissionError(errno.EACCES, "no", "run.json")
 
     with pytest.raises(RunFailed, match=r"run\.json"):
-        retry.read_patiently(read)
+        retry.retry_or_fail(read)
     assert not asked
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.errors import HpctrainError, RunFailed, UserError
-from hpctrain.launch.outage_retry import patiently
+from hpctrain.launch.outage_retry import retry_outage
 from hpctrain.run.folder import RunDir
 from hpctrain.run.run_status import QueueEntry
 from hpctrain.system import foreign_text
@@ -350,7 +350,7 @@ def heard(run: RunDir, words: Sequence[str], env: Mapping[str, str], timeout_s: 
             raise Unheard(f"Slurm starts no step ({said})", "submit the run again when Slurm's controller is up")
         return code, output
 
-    return patiently(ask, Unheard, run)
+    return retry_outage(ask, Unheard, run)
 
 
 def begin_step(words: Sequence[str]) -> subprocess.Popen[bytes]:

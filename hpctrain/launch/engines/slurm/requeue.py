@@ -13,11 +13,11 @@ from hpctrain.launch.engines.jobs import SCRIPT, Submitted, note, submissions, w
 from hpctrain.launch.engines.slurm import client, leave_out
 from hpctrain.launch.engines.slurm.job import Job, Who, who_ends
 from hpctrain.launch.engines.slurm.submission import apart, is_element, plan, send
-from hpctrain.launch.outage_retry import patiently
+from hpctrain.launch.outage_retry import retry_outage
 from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.system.output import say
-from hpctrain.system.retry import files_patiently, read_patiently
+from hpctrain.system.retry import retry_files, retry_or_fail
 
 BY_HAND = "hpctrain resume continues from the last checkpoint; hpctrain submit --chain N submits N jobs beforehand"
 
@@ -44,7 +44,7 @@ def requeue(config: Config, run: RunDir, job: Job) -> bool:
         raise Cancelled("the job has been cancelled", "hpctrain resume continues from the last checkpoint")
     if slurm.requeue is False:
         raise UserError("launch.slurm.requeue is false", "submit the run again, or use hpctrain submit --chain")
-    attempts, jobs = read_patiently(lambda: (Attempts(run).all(), submissions(run, "slurm")))
+    attempts, jobs = retry_or_fail(lambda: (Attempts(run).all(), submissions(run, "slurm")))
     if requeues(attempts, jobs, job.id) >= slurm.max_requeues:
         raise NoRequeue(f"launch.slurm.max_requeues {slurm.max_requeues} is used up", "hpctrain resume starts it again")
     option = leave_out.option(config, run)
@@ -55,7 +55,7 @@ def requeue(config: Config, run: RunDir, job: Job) -> bool:
         except RunFailed as error:  # too few nodes, or Slurm does not know the name: better a bad node than no run
             say(f"the job continues without excluding a node ({option[0]}): {error.what}")
     try:
-        patiently(lambda: put_back(job), client.Unanswered, run)
+        retry_outage(lambda: put_back(job), client.Unanswered, run)
     except client.Disabled as error:
         if not has_script(config, run, job):
             raise RunFailed(f"the site does not requeue: {error.what}", BY_HAND) from error
@@ -71,7 +71,7 @@ def has_script(config: Config, run: RunDir, job: Job) -> bool:
     Raises:
         RunFailed: it cannot be written.
     """
-    exists = partial(files_patiently, (run.path / SCRIPT).exists)
+    exists = partial(retry_files, (run.path / SCRIPT).exists)
     if is_element(run, job.id) and not exists():
         write(plan(config, run))
     return exists()
@@ -80,7 +80,7 @@ def has_script(config: Config, run: RunDir, job: Job) -> bool:
 def succeed(run: RunDir, job: Job, options: Sequence[str] = ()) -> None:
     """Submits the run's script as a new job that replaces this one. Raises RunFailed if Slurm refuses, or Stopped."""
     words = [*options, f"--chdir={os.getcwd()}"]
-    number = patiently(lambda: send(run, words), client.Unheard, run)
+    number = retry_outage(lambda: send(run, words), client.Unheard, run)
     note(run, Submitted(number, time.time(), os.getcwd(), replaces=job.id))
 
 

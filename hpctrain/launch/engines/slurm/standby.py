@@ -21,7 +21,7 @@ from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import collect
 from hpctrain.run.verdict import failed_with
-from hpctrain.system.retry import read_patiently
+from hpctrain.system.retry import retry_or_fail
 
 LOOK_S = 10.0
 
@@ -36,7 +36,7 @@ def main() -> int:
     what = f"{host} was lost, and the supervisor with it"
     verdict = failed_with(Code.NODE, what, "the same command resumes it", host=host)
     record(run_dir, number, verdict, collect(run_dir, number))
-    code = follow(verdict, read_patiently(lambda: load(run_dir.run_yaml)), run_dir, job, parent=-1)
+    code = follow(verdict, retry_or_fail(lambda: load(run_dir.run_yaml)), run_dir, job, parent=-1)
     if (fields := client.job_fields(job.id)) and who_ends(fields, job.restarts) is not Who.REQUEUE:
         take_out([job.id])
     return code

@@ -32,7 +32,7 @@ from hpctrain.run.verdict import Action, RunVerdict
 from hpctrain.system import python
 from hpctrain.system.cgroups import threads_per_rank
 from hpctrain.system.output import say
-from hpctrain.system.retry import read_patiently
+from hpctrain.system.retry import retry_or_fail
 from hpctrain.system.signals import StopSignals
 
 PAST_QUESTION = {Who.REQUEUE: "Slurm put the job back into the queue", Who.PREEMPTION: "preempted"}
@@ -57,7 +57,7 @@ def supervise_job(run_file: str, overrides: Sequence[str] = (), verbose: bool = 
     client.forget_srun_options()
     signals = StopSignals()  # until this process ends, as Slurm's must not interrupt what follows the ranks' end either
     signals.install()
-    config = read_patiently(lambda: load(run_file, overrides))
+    config = retry_or_fail(lambda: load(run_file, overrides))
     try:
         return attempt(config, RunDir.of(config.name, config.run_dir), job, parent, verbose, signals.received)
     except HpctrainError as error:  # also put it into the job's comment, as the log may be on a full disk

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hpctrain.data.formats import away
-from hpctrain.data.formats.away import noticing, patient, patiently
+from hpctrain.data.formats.away import noticing, retry_items, retry_store
 from hpctrain.data.formats.sources import open_dataset
 from hpctrain.errors import StoreDown, UserError
 from tests.support.faults import FileServer, one_by_one
@@ -111,7 +111,7 @@ def test_the_store_is_asked_again_for_longer_than_a_minute(monkeypatch):
         raise StoreDown("it does not answer", "wait")
 
     with pytest.raises(StoreDown):
-        patiently(never)
+        retry_store(never)
     assert tuple(waited) == away.PAUSES_S
     assert sum(waited) > 60
 
@@ -127,7 +127,7 @@ def test_rows_that_came_are_not_read_twice(monkeypatch):
                 raise StoreDown("it does not answer", "wait")
             yield row
 
-    assert list(patient(rows)) == [0, 1, 2, 3]
+    assert list(retry_items(rows)) == [0, 1, 2, 3]
     assert len(begun) == 4
 
 
