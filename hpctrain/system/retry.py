@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from hpctrain.errors import FILE_SERVER, RunFailed, StoreDown
@@ -19,34 +18,21 @@ AWAY = (*FILE_SERVER, errno.EAGAIN)
 """Errors seen while a file server fails over."""
 
 
-def retried(
-    begin: Callable[[], Iterable[T]], again: type[E], pauses_s: Iterable[float], pause: Callable[[float, E], object]
-) -> Iterator[T]:
-    """Yields the items of an iterable, which is begun again after an error, without the items that it gave before.
+def retry(call: Callable[[], T], again: type[E], pauses_s: Iterable[float], pause: Callable[[float, E], object]) -> T:
+    """Calls ``call`` until it does not raise ``again``; returns its result, or raises the last error.
 
     Args:
-        begin: returns the iterable; its items are the same each time.
+        call: what to try.
         again: the errors that pass.
-        pauses_s: seconds before each further try; they start over once an item came.
+        pauses_s: seconds before each further try.
         pause: pause(seconds, error) waits, and may raise another error.
     """
-    done, left = 0, iter(pauses := tuple(pauses_s))
-    while True:
+    for pause_s in pauses_s:
         try:
-            for item in islice(begin(), done, None):
-                yield item
-                done, left = done + 1, iter(pauses)
-            return
+            return call()
         except again as error:
-            pause_s = next(left, None)
-            if pause_s is None:
-                raise
             pause(pause_s, error)
-
-
-def retry(call: Callable[[], T], again: type[E], pauses_s: Iterable[float], pause: Callable[[float, E], object]) -> T:
-    """Calls ``call`` until it does not raise ``again``; returns its result. See ``retried``."""
-    return next(retried(lambda: map(lambda one: one(), [call]), again, pauses_s, pause))
+    return call()
 
 
 class StaysDown(StoreDown):
@@ -64,14 +50,14 @@ def retry_files(use: Callable[[], T]) -> T:
     """
 
     def pause(pause_s: float, error: Exception) -> None:
-        if isinstance(error, StaysDown) or not _is_away(error):
+        if not _passes(error):
             raise error
         time.sleep(pause_s)
 
     try:
         return retry(use, Exception, FILE_PAUSES_S, pause)
     except (OSError, RunFailed) as error:
-        if isinstance(error, StaysDown) or not _is_away(error):
+        if not _passes(error):
             raise
         raise StaysDown(*_told(error)) from error
 
@@ -84,9 +70,10 @@ def retry_or_fail(use: Callable[[], T]) -> T:
         raise RunFailed(*_told(error)) from error
 
 
-def _is_away(error: BaseException) -> bool:
+def _passes(error: Exception) -> bool:
+    """Whether a file server is down that nobody has waited for in vain."""
     cause = error if isinstance(error, OSError) else error.__cause__
-    return isinstance(cause, OSError) and cause.errno in AWAY
+    return isinstance(cause, OSError) and cause.errno in AWAY and not isinstance(error, StaysDown)
 
 
 def _told(error: OSError | RunFailed) -> tuple[str, str]:

@@ -6,10 +6,11 @@ import contextlib
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import TypeVar
 
 from hpctrain.errors import HpctrainError, StoreDown, UserError, is_away
-from hpctrain.system.retry import retried, retry
+from hpctrain.system.retry import retry
 
 T = TypeVar("T")
 
@@ -44,14 +45,9 @@ def noticing(where: str, remote: bool) -> Iterator[None]:
         raise StoreDown(f"{where} does not answer: {text}", fix) from error
 
 
-def wait(pause_s: float, error: StoreDown) -> None:
-    """Waits before the next try."""
-    time.sleep(pause_s)
-
-
 def retry_store(call: Callable[[], T]) -> T:
     """Calls ``call`` until the store answers; raises StoreDown after PAUSES_S."""
-    return retry(call, StoreDown, PAUSES_S, wait)
+    return retry(call, StoreDown, PAUSES_S, lambda pause_s, error: time.sleep(pause_s))
 
 
 def retry_local(where: str, call: Callable[[], T]) -> T:
@@ -65,5 +61,19 @@ def retry_local(where: str, call: Callable[[], T]) -> T:
 
 
 def retry_items(begin: Callable[[], Iterable[T]]) -> Iterator[T]:
-    """Yields what ``begin`` gives, begun again while the store is away; raises StoreDown after PAUSES_S."""
-    return retried(begin, StoreDown, PAUSES_S, wait)
+    """Yields what ``begin`` gives; while the store is away, begins again behind the last item. See ``retry_store``."""
+    given = 0
+    items: Iterator[T] | None = None
+
+    def following() -> list[T]:
+        nonlocal items
+        items = items or islice(begin(), given, None)
+        try:
+            return list(islice(items, 1))
+        except StoreDown:
+            items = None
+            raise
+
+    while item := retry_store(following):
+        yield from item
+        given += 1
