@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from hpctrain.config.sections import Config
 from hpctrain.errors import GENERAL, Code, ExitCode, HpctrainError, Replaced, code_of
@@ -62,52 +63,107 @@ def supervise(
     run_dir.create()
     lock = LiveLock(run_dir, myself())
     lock.acquire()
-    idle = 0
-    step = newest_step(run_dir, None)
-    number = 0
-    first = 0
-    before: RunVerdict | None = None
     try:
-        while True:
-            words: list[LastWord] = []
-            with lock.kept():  # a thread renews the lock until the ranks start; then the attempt does
-                if before is not None and (gone := replacement(lock, number)) is not None:
-                    return gone
-                try:
-                    number = Attempts(run_dir).begin(facts, run_yaml, forget_stop=before is None)
-                except HpctrainError as error:
-                    if before is None:
-                        raise
-                    say(f"not started again here: {error}")
-                    return before
-                first = first or number
-                launch = prepare(make_launch, number)
-            launch = replacement(lock, number) or launch  # preparing may have taken long
-            if isinstance(launch, RunVerdict):
-                verdict = launch
-            else:
-                attempt = WatchedAttempt(launch, run_dir, number, lock, signals, limits, verbose, by_person, first)
-                verdict, words = attempt.run()
-            with lock.kept():  # a slow file system or scheduler must not let the lock go stale
-                verdict = replacement(lock, number) or verdict
-                record(run_dir, number, verdict, words)
-                asked = bool(signals.received) or requested_stop(run_dir) is not None
-                saved, step = step, newest_step(run_dir, step)
-                idle = idle + 1 if step == saved else 0  # counts lost nodes too, which ``decide`` does not
-                if again is None or idle >= limits.max_failures or not starts_again(verdict, asked):
-                    return verdict
-                try:
-                    found = again(verdict)
-                except (HpctrainError, OSError) as error:
-                    say(f"not started again here: {error}")
-                    found = None
-            if found is None:
-                return verdict
-            facts, before = found, verdict
-            say(f"{verdict.reason}; starting again {begins(run_dir, step)}", SHOWN_S)
+        run = SupervisedRun(run_dir, lock, signals, make_launch, limits, run_yaml, verbose, by_person, again)
+        return run.to_its_end(facts)
     finally:
         lock.release()
         signals.restore()
+
+
+@dataclass
+class SupervisedRun:
+    """A run under supervision, whose folder is locked. See ``supervise`` for what the caller gives."""
+
+    run_dir: RunDir
+    lock: LiveLock
+    """A thread renews it, except while ranks run: a slow file system or scheduler must not let it go stale."""
+    signals: StopSignals
+    make_launch: Callable[[int], Launch]
+    limits: Limits
+    run_yaml: str | None
+    verbose: bool
+    by_person: Callable[[int], bool]
+    again: Callable[[RunVerdict], Attempt | None] | None
+    first: int = 0
+    """Number of the first attempt; 0 before it."""
+    number: int = 0
+    """Number of the current attempt."""
+    step: int | None = None
+    """Step of the newest checkpoint."""
+    idle: int = 0
+    """Attempts in a row without a new checkpoint; those that lost a node count too, which ``decide`` leaves out."""
+
+    def to_its_end(self, facts: Attempt) -> RunVerdict:
+        """Makes attempts, each with its facts, until none follows; returns the verdict on the last one."""
+        self.step = newest_step(self.run_dir, None)
+        self.begin(facts, forget_stop=True)
+        while True:
+            verdict = self.attempt()
+            found = self.following(verdict)
+            if isinstance(found, RunVerdict):
+                return found
+            say(f"{verdict.reason}; starting again {begins(self.run_dir, self.step)}", SHOWN_S)
+            try:
+                self.begin(found, forget_stop=False)
+            except HpctrainError as error:
+                say(f"not started again here: {error}")
+                return verdict
+
+    def begin(self, facts: Attempt, forget_stop: bool) -> None:
+        """Begins an attempt in the run folder. Raises HpctrainError."""
+        with self.lock.kept():
+            self.number = Attempts(self.run_dir).begin(facts, self.run_yaml, forget_stop)
+        self.first = self.first or self.number
+
+    def attempt(self) -> RunVerdict:
+        """Starts the ranks, waits for their end, and records the verdict."""
+        words: list[LastWord] = []
+        with self.lock.kept():
+            launch = prepare(self.make_launch, self.number)
+            verdict = self.replacement() or launch  # preparing may have taken long
+        if isinstance(verdict, Launch):
+            verdict, words = WatchedAttempt(
+                verdict,
+                self.run_dir,
+                self.number,
+                self.lock,
+                self.signals,
+                self.limits,
+                self.verbose,
+                self.by_person,
+                self.first,
+            ).run()
+        with self.lock.kept():
+            verdict = self.replacement() or verdict
+            record(self.run_dir, self.number, verdict, words)
+        return verdict
+
+    def following(self, verdict: RunVerdict) -> Attempt | RunVerdict:
+        """Returns the facts of the attempt after the one with this verdict; if none follows, the run's verdict."""
+        with self.lock.kept():
+            asked = bool(self.signals.received) or requested_stop(self.run_dir) is not None
+            saved, self.step = self.step, newest_step(self.run_dir, self.step)
+            self.idle = self.idle + 1 if self.step == saved else 0
+            if self.again is None or self.idle >= self.limits.max_failures or not starts_again(verdict, asked):
+                return verdict
+            try:
+                found = self.again(verdict)
+            except (HpctrainError, OSError) as error:
+                say(f"not started again here: {error}")
+                return verdict
+            return verdict if found is None else self.replacement() or found
+
+    def replacement(self) -> RunVerdict | None:
+        """Returns the verdict if another attempt has replaced this one; None if it still holds its run folder."""
+        try:
+            self.lock.check()
+            Attempts(self.run_dir).check_fence(self.number)
+        except Replaced as error:
+            return replaced(error)
+        except OSError as error:  # being unable to check does not end the run
+            say(f"cannot check whether a newer attempt has begun: {error}", SHOWN_S)
+        return None
 
 
 def newest_step(run_dir: RunDir, known: int | None) -> int | None:
@@ -131,18 +187,6 @@ def prepare(make_launch: Callable[[int], Launch], number: int) -> Launch | RunVe
         again = code is Code.NODE and error.exit_code is ExitCode.FAILURE
         action = Action.REQUEUE if again else Action.FAIL
         return RunVerdict(action, error.exit_code, error.what, error.fix, code=code, before_ranks=True)
-
-
-def replacement(lock: LiveLock, number: int) -> RunVerdict | None:
-    """Returns the verdict if another attempt has replaced this one; None if it still holds its run folder."""
-    try:
-        lock.check()
-        Attempts(lock.run_dir).check_fence(number)
-    except Replaced as error:
-        return replaced(error)
-    except OSError as error:  # being unable to check does not end the run
-        say(f"cannot check whether a newer attempt has begun: {error}", SHOWN_S)
-    return None
 
 
 def record(run_dir: RunDir, number: int, verdict: RunVerdict, words: Sequence[LastWord]) -> None:
