@@ -56,7 +56,7 @@ class Group:
             timeout_s: seconds after which it raises RunFailed.
         """
         if self.comm:
-            self._wait(self.comm.Ibarrier(), what, timeout_s)
+            self.wait_until(self.comm.Ibarrier().Test, what, timeout_s)
 
     def meet(self, what: str = "reach a barrier", timeout_s: float = TIMEOUT_S) -> None:
         """A barrier that returns within microseconds of the last arrival. It never sleeps, but soon starts to yield its
@@ -97,9 +97,9 @@ class Group:
             return [value]
         mine = np.frombuffer(to_json(value), dtype=np.uint8)
         sizes = np.zeros(self.size, dtype=np.int64)
-        self._wait(self.comm.Iallgather(np.array([mine.size], dtype=np.int64), sizes), what, timeout_s)
+        self.wait_until(self.comm.Iallgather(np.array([mine.size], dtype=np.int64), sizes).Test, what, timeout_s)
         everything = np.empty(int(sizes.sum()), dtype=np.uint8)
-        self._wait(self.comm.Iallgatherv(mine, (everything, sizes.tolist())), what, timeout_s)
+        self.wait_until(self.comm.Iallgatherv(mine, (everything, sizes.tolist())).Test, what, timeout_s)
         ends = np.cumsum(sizes)
         return [json.loads(everything[end - n : end].tobytes()) for end, n in zip(ends, sizes, strict=True)]
 
@@ -147,9 +147,9 @@ class Group:
             return value
         data = np.frombuffer(to_json(value), dtype=np.uint8) if self.rank == root else None
         size = np.array([data.size if data is not None else 0], dtype=np.int64)
-        self._wait(self.comm.Ibcast(size, root), what, timeout_s)
+        self.wait_until(self.comm.Ibcast(size, root).Test, what, timeout_s)
         buffer = np.array(data) if data is not None else np.empty(int(size[0]), dtype=np.uint8)
-        self._wait(self.comm.Ibcast(buffer, root), what, timeout_s)
+        self.wait_until(self.comm.Ibcast(buffer, root).Test, what, timeout_s)
         return json.loads(buffer.tobytes())
 
     def sum(self, values: NDArray[Any], what: str = "add up arrays", timeout_s: float = TIMEOUT_S) -> NDArray[Any]:
@@ -180,7 +180,7 @@ class Group:
         """
         everything = np.empty((self.size, *values.shape), values.dtype)
         if self.comm:
-            self._wait(self.comm.Iallgather(values, everything), what, timeout_s, awake_s=timeout_s)
+            self.wait_until(self.comm.Iallgather(values, everything).Test, what, timeout_s, awake_s=timeout_s)
         else:
             everything[0] = values
         return everything
@@ -281,7 +281,7 @@ class Group:
         """
         if self.comm:
             for piece in pieces_of(values):
-                self._wait(self.comm.Ibcast(piece, root), what, timeout_s)
+                self.wait_until(self.comm.Ibcast(piece, root).Test, what, timeout_s)
 
     def post(self, values: NDArray[Any], rank: int, tag: int) -> Callable[[], bool]:
         """Starts to send an array. Not collective: the other rank calls ``fetch``.
@@ -359,7 +359,7 @@ class Group:
         request = self.comm.Iallreduce(MPI.IN_PLACE, least, MPI.MIN)
 
         def wait() -> NDArray[Any]:
-            self._wait(request, what, timeout_s)
+            self.wait_until(request.Test, what, timeout_s)
             return least
 
         return wait
@@ -377,7 +377,7 @@ class Group:
             RunFailed: a wait took longer than TIMEOUT_S.
         """
         for request in requests:
-            self._wait(request, what, TIMEOUT_S, awake_s)
+            self.wait_until(request.Test, what, TIMEOUT_S, awake_s)
 
     def free(self) -> None:
         """Releases the communicator; the group cannot be used after that."""
@@ -389,7 +389,7 @@ class Group:
         for _ in range(QUICK_LOOKS):
             if request.Test():
                 return
-        self._wait(request, what, timeout_s, awake_s=timeout_s)
+        self.wait_until(request.Test, what, timeout_s, awake_s=timeout_s)
 
     def _send(self, arrays: Arrays, rank: int, what: str, timeout_s: float) -> None:
         rows = {name: np.asarray(array, order="C") for name, array in arrays.items()}
@@ -405,9 +405,6 @@ class Group:
 
         head = json.loads(fill(np.empty(fill(np.empty(1, np.int64))[0], np.uint8)).tobytes())
         return {name: fill(np.empty(shape, np.dtype(kind))) for name, (shape, kind) in head.items()}
-
-    def _wait(self, request: MPI.Request, what: str, timeout_s: float, awake_s: float = 1e-4) -> None:
-        self.wait_until(request.Test, what, timeout_s, awake_s)
 
     def wait_until(
         self,
