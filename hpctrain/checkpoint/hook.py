@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -10,22 +9,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpctrain.checkpoint.contents import FIRST_STEPS, Contents, verify_replicated
-from hpctrain.checkpoint.initial import load_initial
-from hpctrain.checkpoint.initial_match import WeightSource, listed
-from hpctrain.checkpoint.object_state import restore
 from hpctrain.checkpoint.place import CheckpointPlace
 from hpctrain.checkpoint.policy import Policy, Retention, policy_of
-from hpctrain.checkpoint.reading import Loaded, NotUsed
 from hpctrain.checkpoint.remote import Remote, open_remote
-from hpctrain.checkpoint.reporter import Reporter, not_used
-from hpctrain.checkpoint.resume import RunFolder, changes, resume
+from hpctrain.checkpoint.reporter import Reporter
+from hpctrain.checkpoint.resume import RunFolder, Start
 from hpctrain.checkpoint.save_schedule import SaveSchedule
 from hpctrain.checkpoint.saver import Saver, SaveResult
-from hpctrain.checkpoint.store import CheckpointStore, best_steps, compare_model, open_saver
+from hpctrain.checkpoint.store import CheckpointStore, best_steps, open_saver
 from hpctrain.checkpoint.tiers import Tiers, open_tiers
 from hpctrain.comm.world import World
 from hpctrain.config.sections import CheckpointConfig
-from hpctrain.errors import RunFailed, UserError
+from hpctrain.errors import RunFailed
 from hpctrain.run import events
 from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.folder import RunDir
@@ -92,61 +87,22 @@ class CheckpointHook(BaseHook):
     def before_fit(self, training: Training) -> None:
         """Resume from the newest sound checkpoint, or load initial weights."""
         self.contents.begin(training)
-        framework = training.framework
-        staging = training.framework.host.staging
         run_folder = RunFolder(self.store, self.fresh)
         preferred = (run_folder,) if self.fresh else (self.tiers, run_folder, self.remote)
         places = [place for place in preferred if place]
-        loaded = resume(self.store, framework, training.state, self.identity, places, self.config.init_from)
+        loaded, tier = Start(self.store, self.contents, self.config, self.reporter, places).begin(training)
+        staging = training.framework.host.staging
         self.saver = open_saver(self.store, writers(self.config.writers, training.world), staging)
         self.opened.callback(self.saver.close)
-        tier = None
         if loaded:
-            known = filter(None, (place.place_of(loaded.path) for place in places))
-            tier, path = next(known, (None, str(loaded.path)))
-            self._take_over(loaded, tier, path)
-            self.reporter.report(changes(loaded, self.identity))
-            accepted, everyone = self.config.accept, training.world.everyone
-            self.reporter.report(compare_model(framework, loaded, everyone, accepted))
-            leaves, peers = framework.facts.leaves, self.store.peers
-            self.reporter.report(restore(self.contents.objects, loaded, leaves, peers, accepted))
-            if loaded.source and self.config.frozen == "source":
-                self.contents.leave_out(loaded.source.record, training)
-        else:
-            self.reporter.report(map(not_used, self._lost()))
-            self._load_initial(training)
+            self.best_saved = best_steps(self.store)
+        if loaded and not tier:
+            self.saved_step = loaded.step
+            self.saver.sound.add(loaded.step)
         for place in self.places:
             self.reporter.report(place.take_over(loaded, self.fresh, staging))
         self._protect()
         self.schedule.begin(is_due=tier is not None)  # then the run folder does not have this checkpoint yet
-
-    def _take_over(self, loaded: Loaded, tier: str | None, path: str) -> None:
-        """Continue from a checkpoint, and report it."""
-        if not tier:
-            self.saved_step = loaded.step
-            self.saver.sound.add(loaded.step)
-        self.best_saved = best_steps(self.store)
-        passed_over = [*(one for one in self._lost() if one.step > loaded.step), *loaded.rejected]
-        rejected = tuple(events.Rejected(one.step, one.reason) for one in passed_over)
-        resumed = events.Resumed(step=loaded.step, path=path, tier=tier, ranks=loaded.ranks, rejected=rejected)
-        self.reporter.report([resumed])
-
-    def _load_initial(self, training: Training) -> None:
-        """Load initial weights if the run file names some. Raises UserError if the model has none otherwise."""
-        if self.config.init_from:
-            source = WeightSource(self.config.init_from, self.config.init_rename, self.config.init_missing)
-            world = training.world
-            is_left = self.config.frozen == "source"
-            match, record = load_initial(source, training.framework, world.pipeline, world.everyone, is_left)
-            self.reporter.report([events.InitialWeights(step=0, path=source.path, **dataclasses.asdict(match))])
-            if record:
-                self.contents.leave_out(record, training)
-        elif left := training.framework.facts.meta_init:
-            raise UserError(
-                f"{listed(sorted(left))} of the model have no values: the task made them on "
-                "the meta device, and there is no checkpoint to resume from",
-                "set checkpoint.init_from to their values, or make the model with values",
-            )
 
     def after_eval(self, training: Training, metrics: Mapping[str, float]) -> StopReason | None:
         """Request a checkpoint if the watched metric improved."""
@@ -247,9 +203,6 @@ class CheckpointHook(BaseHook):
     def _protect(self) -> None:
         """Protect from retention the best checkpoint and those not yet copied to the object store."""
         self.saver.protect(self.best_saved.union(*(place.protect(self.best_saved) for place in self.places)))
-
-    def _lost(self) -> list[NotUsed]:
-        return [one for place in self.places for one in place.lost]
 
 
 def gone_since(attempts: Sequence[Attempt]) -> str:

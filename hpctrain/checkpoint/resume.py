@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hpctrain.checkpoint.contents import Contents
 from hpctrain.checkpoint.format.durable_files import REFUSED, judged
+from hpctrain.checkpoint.initial import load_initial
+from hpctrain.checkpoint.initial_match import WeightSource, listed
+from hpctrain.checkpoint.object_state import restore
 from hpctrain.checkpoint.place import CheckpointPlace
 from hpctrain.checkpoint.read_retry import retry_read
 from hpctrain.checkpoint.reading import Loaded, load_newest, step_of
+from hpctrain.checkpoint.reporter import Reporter, not_used
 from hpctrain.checkpoint.resume_compat import differences, in_words, refuse_changes
-from hpctrain.checkpoint.store import CheckpointStore, load_framework
+from hpctrain.checkpoint.store import CheckpointStore, compare_model, load_framework
+from hpctrain.config.sections import CheckpointConfig
 from hpctrain.errors import UserError
+from hpctrain.run import events
 from hpctrain.system.array_types import Array
 from hpctrain.train.framework import StateSource
+from hpctrain.train.hooks import Training
 from hpctrain.train.state import TrainState
 from hpctrain.train.stateful import make_equal
 
@@ -112,6 +120,60 @@ def tidy(store: CheckpointStore, fresh: bool) -> list[int]:
 
     retry_read(clear)
     return store.steps()
+
+
+@dataclass(frozen=True)
+class Start:
+    """The start of a run: from the newest sound checkpoint, wherever it is, or from initial weights."""
+
+    store: CheckpointStore
+    contents: Contents
+    config: CheckpointConfig
+    reporter: Reporter
+    places: Sequence[CheckpointPlace]
+    """Where checkpoints may be; see ``resume``."""
+
+    def begin(self, training: Training) -> tuple[Loaded | None, str | None]:
+        """Load the state, and report from where; raises as ``resume``. Collective.
+
+        Returns the checkpoint, if there is one, and the name of its tier, if the run folder does not have it.
+        """
+        framework, identity = training.framework, self.contents.identity
+        loaded = resume(self.store, framework, training.state, identity, self.places, self.config.init_from)
+        lost = [one for place in self.places for one in place.lost]
+        if not loaded:
+            self.reporter.report(map(not_used, lost))
+            self._load_initial(training)
+            return None, None
+        known = filter(None, (place.place_of(loaded.path) for place in self.places))
+        tier, path = next(known, (None, str(loaded.path)))
+        passed_over = [*(one for one in lost if one.step > loaded.step), *loaded.rejected]
+        rejected = tuple(events.Rejected(one.step, one.reason) for one in passed_over)
+        resumed = events.Resumed(step=loaded.step, path=path, tier=tier, ranks=loaded.ranks, rejected=rejected)
+        self.reporter.report([resumed, *changes(loaded, identity)])
+        accepted = self.config.accept
+        self.reporter.report(compare_model(framework, loaded, training.world.everyone, accepted))
+        self.reporter.report(restore(self.contents.objects, loaded, framework.facts.leaves, self.store.peers, accepted))
+        if loaded.source and self.config.frozen == "source":
+            self.contents.leave_out(loaded.source.record, training)
+        return loaded, tier
+
+    def _load_initial(self, training: Training) -> None:
+        """Load initial weights if the run file names some. Raises UserError if the model has none otherwise."""
+        if self.config.init_from:
+            source = WeightSource(self.config.init_from, self.config.init_rename, self.config.init_missing)
+            world = training.world
+            is_left = self.config.frozen == "source"
+            match, record = load_initial(source, training.framework, world.pipeline, world.everyone, is_left)
+            self.reporter.report([events.InitialWeights(step=0, path=source.path, **asdict(match))])
+            if record:
+                self.contents.leave_out(record, training)
+        elif left := training.framework.facts.meta_init:
+            raise UserError(
+                f"{listed(sorted(left))} of the model have no values: the task made them on "
+                "the meta device, and there is no checkpoint to resume from",
+                "set checkpoint.init_from to their values, or make the model with values",
+            )
 
 
 def changes(loaded: Loaded, identity: Mapping[str, Any]) -> Iterator[str]:
