@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import asdict
 
 from hpctrain.config.sections import LaunchConfig
 from hpctrain.launch.engines.batch_systems import SYSTEMS
+from hpctrain.system.json_shape import flat
 from hpctrain.system.output import say
 
 BATCH = ("slurm", *SYSTEMS)
@@ -37,19 +37,10 @@ def tell(launch: LaunchConfig, engine: str) -> None:
 
 def unread(launch: LaunchConfig, engine: str) -> Iterator[str]:
     """Yields the keys that are set and that the engine does not read; pure."""
-    for key in _given(launch, LaunchConfig(), ""):
-        readers = READERS.get(key) or READERS.get(key.partition(".")[0])
-        noted = key == "remote_shell" and engine in SYSTEMS and launch.remote_shell == SYSTEMS[engine].remote_shell
+    defaults = flat(asdict(LaunchConfig()))
+    for key, value in flat(asdict(launch)).items():
+        readers = READERS.get(key.partition(".")[0])
+        noted = key == "remote_shell" and engine in SYSTEMS and value == SYSTEMS[engine].remote_shell
         # ``noted``: the remote shell was set by an earlier start in the job, not by the user.
-        if readers and engine not in readers and not noted:
+        if value != defaults.get(key) and readers and engine not in readers and not noted:
             yield f"launch.{key}"
-
-
-def _given(section: Any, usual: Any, prefix: str) -> Iterator[str]:
-    for field in dataclasses.fields(section):
-        value = getattr(section, field.name)
-        default = getattr(usual, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from _given(value, default, f"{prefix}{field.name}.")
-        elif value != default:
-            yield prefix + field.name
