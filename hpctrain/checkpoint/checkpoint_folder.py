@@ -14,7 +14,7 @@ from typing import Any
 
 from hpctrain.checkpoint.format import manifest as manifest_file
 from hpctrain.checkpoint.format import shard_index
-from hpctrain.checkpoint.format.durable_files import listed, make_durable_folder, open_regular, write_durably
+from hpctrain.checkpoint.format.durable_files import make_durable_folder, names_in_folder, open_regular, write_durably
 from hpctrain.checkpoint.format.layout import (
     MANIFEST_FILE,
     DamagedCheckpoint,
@@ -75,7 +75,7 @@ class CheckpointFolder:
         Raises:
             UnreadableCheckpoint, UserError: the folder cannot be listed.
         """
-        found = map(step_named, retry_read(lambda: listed(self.path)))
+        found = map(step_named, retry_read(lambda: names_in_folder(self.path)))
         return sorted(step for step in found if step is not None)
 
     def best(self) -> int | None:

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.checkpoint.format.durable_files import crc32, judged
-from hpctrain.checkpoint.format.layout import ITEM_TYPES, DamagedCheckpoint, converted
+from hpctrain.checkpoint.format.durable_files import crc32, reading_error
+from hpctrain.checkpoint.format.layout import ITEM_TYPES, DamagedCheckpoint, convert_values
 from hpctrain.checkpoint.lora import Weights
 from hpctrain.checkpoint.read_retry import retry_read
 from hpctrain.checkpoint.weight_files import MODEL
@@ -106,7 +106,7 @@ def require_there(path: str) -> None:
         what = f"{path}, in which checkpoints left the frozen weights, does not exist"
         raise UserError(what, RESTORE) from error
     except OSError as error:
-        raise judged(error, Path(path)) from error
+        raise reading_error(error, Path(path)) from error
 
 
 class FrozenSource(SavedArrays):
@@ -170,7 +170,7 @@ class FrozenSource(SavedArrays):
 
     def part(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> Array:
         one, (arrays, dtypes) = self.named[name], self.weights
-        return converted(arrays.part(one.there, begin, shape), dtypes[one.there], one.dtype)
+        return convert_values(arrays.part(one.there, begin, shape), dtypes[one.there], one.dtype)
 
 
 class LeftOut:

@@ -14,14 +14,14 @@ import numpy as np
 
 from hpctrain.checkpoint.export import AVERAGE
 from hpctrain.checkpoint.format.durable_files import is_absent
-from hpctrain.checkpoint.format.layout import ITEM_TYPES, converted
+from hpctrain.checkpoint.format.layout import ITEM_TYPES, convert_values
 from hpctrain.checkpoint.frozen import FrozenRecord, FrozenWeight, checksum, is_common
-from hpctrain.checkpoint.initial_match import Match, WeightSource, listed, of_stages, renamed, require_meant
+from hpctrain.checkpoint.initial_match import Match, WeightSource, first_names, of_stages, renamed, require_meant
 from hpctrain.checkpoint.lora import Weights, without_adapters
-from hpctrain.checkpoint.mirror import locate
+from hpctrain.checkpoint.mirror import locate_checkpoint
 from hpctrain.checkpoint.reading import Loaded
 from hpctrain.checkpoint.store import CheckpointStore
-from hpctrain.checkpoint.weight_files import MODEL, joined, opened_files
+from hpctrain.checkpoint.weight_files import MODEL, join_weights, open_weight_files
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError, file_errors
 from hpctrain.system.array_types import Array
@@ -112,8 +112,8 @@ def load_weights(
     match = require_meant(source, wanted, shapes)
     if lost := [name for name in (*match.missing, *match.reshaped) if name in framework.facts.meta_init]:
         raise UserError(
-            f"{source.path} has no values for {listed(lost)}, and neither has the model: the task made them on the "
-            "meta device",
+            f"{source.path} has no values for {first_names(lost)}, and neither has the model: the task made them "
+            "on the meta device",
             "make these layers with values, outside of torch.device('meta')",
         )
     taken = frozenset(match.taken)
@@ -126,7 +126,7 @@ def load_weights(
 
     def fitting(name: str, array: Array) -> Array:
         where, old = places[name]
-        return array if where is present else converted(array, weights.dtypes[old], dtypes[name])
+        return array if where is present else convert_values(array, weights.dtypes[old], dtypes[name])
 
     framework.host.synchronize()
     framework.load(DerivedArrays(places, fitting))
@@ -155,15 +155,15 @@ def with_weights(path: str, use: Callable[[Weights, str], T], group: Group) -> T
 
     Collective: for a checkpoint, one rank reads the manifest for all, and all use the same checkpoint.
     """
-    if weights := opened_files(path):
+    if weights := open_weight_files(path):
         return use(weights, os.path.abspath(path))
     found: list[T] = []
 
     def take(loaded: Loaded) -> dict[str, Array]:
-        found.append(use(joined([Weights(loaded.arrays, loaded.dtypes)], MODEL), os.path.abspath(loaded.path)))
+        found.append(use(join_weights([Weights(loaded.arrays, loaded.dtypes)], MODEL), os.path.abspath(loaded.path)))
         return {}
 
-    store, step = retry_files(partial(locate, path))
+    store, step = retry_files(partial(locate_checkpoint, path))
     single = Group("alone")  # one process, so that rank-local state is averaged
     CheckpointStore(store.path, group=group, peers=single).load_into(take, step)
     return found[-1]

@@ -84,7 +84,7 @@ def renamed(weights: Mapping[str, T], rename: Mapping[str, str], what: str) -> d
         result[plain] = value
     idle = [beginning for beginning in beginnings if beginning not in used]
     if idle:
-        fix = f"its names are {listed(list(weights))}"
+        fix = f"its names are {first_names(list(weights))}"
         raise UserError(f"no weight of {what} has a name that begins with {idle[0]!r}", fix)
     return result
 
@@ -103,7 +103,7 @@ def require_meant(
     if not match.taken:
         raise UserError(
             f"no weight of {source.path} has the name and shape of one of the model "
-            f"(it has {listed(list(found))}; the model has {listed(list(wanted))})",
+            f"(it has {first_names(list(found))}; the model has {first_names(list(wanted))})",
             f"{hint or 'map names by checkpoint.init_rename'}, or set checkpoint.init_from to weights of this model",
         )
     problems: list[str] = []
@@ -111,12 +111,12 @@ def require_meant(
     for kind, names in (("are missing", match.missing), ("have another shape", match.reshaped)):
         unmeant = [name for name in names if not any(fnmatchcase(name, pattern) for pattern in source.missing)]
         if unmeant:
-            problems.append(f"{len(unmeant)} {kind} ({listed(unmeant)})")
+            problems.append(f"{len(unmeant)} {kind} ({first_names(unmeant)})")
             left += unmeant
     if problems:
         patterns = guessed_patterns(left)
         keep = f"if these are to keep their initial values, set checkpoint.init_missing: [{', '.join(patterns)}]"
-        also = f"; not used: {listed(match.unexpected)}" if match.unexpected else ""
+        also = f"; not used: {first_names(match.unexpected)}" if match.unexpected else ""
         fix = f"{hint}, or, {keep}" if hint else keep
         raise UserError(f"{source.path} does not have all weights of the model: {' and '.join(problems)}{also}", fix)
     return match
@@ -144,6 +144,6 @@ def guessed_patterns(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(f'"{name.split(".")[0]}.*"' if "." in name else f'"{name}"' for name in names))
 
 
-def listed(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
     """The first names, and the number of the rest."""
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

@@ -83,13 +83,13 @@ def tensor_summaries(loaded: Loaded, prefix: str = "") -> list[Summary]:
     """
     prefix = prefix.rstrip("/")
     below = (f"{prefix}/", f"{prefix}.")
-    reads, texts = everything(loaded), object_texts(loaded)
+    reads, texts = all_arrays(loaded), object_texts(loaded)
     names = sorted(name for name in reads if not prefix or name == prefix or name.startswith(below))
     found = ((name, *reads[name]) for name in names)
     return [replace(summarize(name, read(), dtype), text=texts.get(name)) for name, read, dtype in found]
 
 
-def everything(loaded: Loaded) -> Reads:
+def all_arrays(loaded: Loaded) -> Reads:
     """Readers of all arrays in the checkpoint itself, including those of single ranks."""
     of_ranks: Reads = {
         f"{name} (rank {rank})": (partial(values.__getitem__, rank), loaded.dtypes[name])
@@ -121,7 +121,7 @@ def object_texts(loaded: Loaded) -> dict[str, str]:
 
 def tensor_differences(first: Loaded, second: Loaded) -> list[Difference]:
     """Tensors that are not bitwise identical in both, by name."""
-    before, after = everything(first), everything(second)
+    before, after = all_arrays(first), all_arrays(second)
     found = [compare(name, before, after) for name in sorted(before.keys() | after.keys())]
     return [difference for difference in found if difference]
 

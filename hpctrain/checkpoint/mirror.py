@@ -12,7 +12,7 @@ from tempfile import mkdtemp
 
 from hpctrain.checkpoint.format.layout import MANIFEST_FILE, Manifest
 from hpctrain.checkpoint.objects import ObjectFolder
-from hpctrain.checkpoint.remote import FOLDER, Listing, look
+from hpctrain.checkpoint.remote import FOLDER, Listing, list_store
 from hpctrain.checkpoint.store import CheckpointStore, no_best
 from hpctrain.config.sections import require_store
 from hpctrain.errors import UserError
@@ -32,7 +32,7 @@ class Mirror(CheckpointStore):
     @cached_property
     def there(self) -> Listing:
         """The store's listing. Raises DamagedCheckpoint, UnreadableCheckpoint."""
-        return look(self.objects)
+        return list_store(self.objects)
 
     def steps(self) -> list[int]:
         return sorted(self.there.folders)
@@ -56,7 +56,7 @@ class Mirror(CheckpointStore):
             self.objects.fetch(name, self.folder(step) / name.partition("/")[2])
 
 
-def locate(text: str, step: int | str | None = None) -> tuple[CheckpointStore, int | None]:
+def locate_checkpoint(text: str, step: int | str | None = None) -> tuple[CheckpointStore, int | None]:
     """Resolve a path or URL that a user gives to a store and, if it names one, a step; see ``resolve_run.checkpoints``.
 
     The best checkpoint is the step ``best``, or ``<path>/best``.

@@ -21,7 +21,7 @@ from hpctrain.checkpoint.format.shard_reading import ShardFiles, check_rest, che
 from hpctrain.checkpoint.frozen import FROZEN, FrozenRecord, FrozenSource
 from hpctrain.checkpoint.lora import Weights
 from hpctrain.checkpoint.read_retry import FINAL, read_among, retry_read
-from hpctrain.checkpoint.weight_files import MODEL, joined, opened_files
+from hpctrain.checkpoint.weight_files import MODEL, join_weights, open_weight_files
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from hpctrain.run import resolve_run
@@ -163,7 +163,7 @@ class OwnState:
 
 
 @contextmanager
-def opened(path: Path, step: int) -> Iterator[Loaded]:
+def open_checkpoint(path: Path, step: int) -> Iterator[Loaded]:
     """Open a checkpoint in one process: each array is read, with retries, and verified on access.
 
     The rest of the files is verified at once.
@@ -181,11 +181,13 @@ def opened(path: Path, step: int) -> Iterator[Loaded]:
 
 def open_source(path: str, stack: ExitStack) -> Weights:
     """Open the weights of a folder of Hugging Face or DCP, a file or a checkpoint, until the stack is closed."""
-    if weights := opened_files(path):
+    if weights := open_weight_files(path):
         return weights
     folder, step = resolve_run.checkpoints(path)
-    loaded = stack.enter_context(opened(folder, CheckpointFolder(folder).steps()[-1] if step is None else step))
-    return joined([Weights(loaded.arrays, loaded.dtypes)], MODEL)
+    loaded = stack.enter_context(
+        open_checkpoint(folder, CheckpointFolder(folder).steps()[-1] if step is None else step)
+    )
+    return join_weights([Weights(loaded.arrays, loaded.dtypes)], MODEL)
 
 
 def read_manifest(folder: Path, step: int, group: Group) -> layout.Manifest:

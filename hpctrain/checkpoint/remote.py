@@ -69,7 +69,7 @@ class Listing:
         return [name for name in self.sizes if name.startswith(f"{self.folders[step]}/")]
 
 
-def look(objects: ObjectFolder) -> Listing:
+def list_store(objects: ObjectFolder) -> Listing:
     """List a store. Raises as ``ObjectFolder`` does, and DamagedCheckpoint if the newest claim is damaged."""
     sizes = objects.sizes()
     number = max((int(found[1]) for found in map(CLAIM.fullmatch, sizes) if found), default=0)
@@ -160,7 +160,7 @@ class Remote(CheckpointPlace):
         files, problem = {}, None
         if self.group.rank == 0 and not retry_files(self._is_begun_again):
             try:
-                there = self._spawn(look, self.objects).result()
+                there = self._spawn(list_store, self.objects).result()
                 files = {step: there.files(step) for step in sorted(there.folders, reverse=True)}
             except HpctrainError as error:
                 problem = (error.what, has_other)
@@ -325,7 +325,7 @@ class Remote(CheckpointPlace):
         shards = self._shards(job)
         sizes = self._retry(lambda: {name: path.stat().st_size for name, path in shards.items()}, job.folder)
         while True:
-            there = self._retry(partial(look, self.objects))
+            there = self._retry(partial(list_store, self.objects))
             missing = [name for name in shards if there.sizes.get(name) != sizes[name]]
             if not missing:
                 break
@@ -345,7 +345,7 @@ class Remote(CheckpointPlace):
     def _claim(self) -> None:
         """Take over the store, unless already done."""
         while not self.number:
-            there = self._retry(partial(look, self.objects))
+            there = self._retry(partial(list_store, self.objects))
             self._retry(self.fence)
             counting = {} if self._retry(self._is_begun_again) else there.folders
             older = [folder for step, folder in counting.items() if step <= self.older]
@@ -384,7 +384,7 @@ class Remote(CheckpointPlace):
                 unwanted.add(found[0])
         for folder in sorted(unwanted):
             files = sorted(name for name in there.sizes if name.startswith(f"{folder}/"))
-            self._require_place(look(self.objects))
+            self._require_place(list_store(self.objects))
             self.objects.remove([name for name in files if name.endswith(f"/{MANIFEST_FILE}")])
             self.objects.remove([name for name in files if not name.endswith(f"/{MANIFEST_FILE}")])
 

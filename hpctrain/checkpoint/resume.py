@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.contents import Contents
-from hpctrain.checkpoint.format.durable_files import REFUSED, judged
+from hpctrain.checkpoint.format.durable_files import REFUSED, reading_error
 from hpctrain.checkpoint.initial import load_initial
-from hpctrain.checkpoint.initial_match import WeightSource, listed
+from hpctrain.checkpoint.initial_match import WeightSource, first_names
 from hpctrain.checkpoint.object_state import restore
 from hpctrain.checkpoint.place import CheckpointPlace
 from hpctrain.checkpoint.read_retry import retry_read
@@ -114,7 +114,7 @@ def tidy(store: CheckpointStore, fresh: bool) -> list[int]:
                 store.put_aside(step, "superseded")
         except OSError as error:
             if error.errno not in REFUSED:
-                raise judged(error, store.path) from error
+                raise reading_error(error, store.path) from error
             fix = "make the folder readable and writable, or set run_dir to another one"
             raise UserError(f"{store.path} cannot be used: {error.strerror or error}", fix) from error
 
@@ -170,7 +170,7 @@ class Start:
                 self.contents.leave_out(record, training)
         elif left := training.framework.facts.meta_init:
             raise UserError(
-                f"{listed(sorted(left))} of the model have no values: the task made them on "
+                f"{first_names(sorted(left))} of the model have no values: the task made them on "
                 "the meta device, and there is no checkpoint to resume from",
                 "set checkpoint.init_from to their values, or make the model with values",
             )

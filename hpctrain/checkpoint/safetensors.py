@@ -99,7 +99,7 @@ def read(path: Path) -> tuple[SavedArrays, dict[str, str]]:
         tensor = layout.TensorSpec(name, shape, CODES[code])
         if len(shape) > layout.MAX_DIMENSIONS or len(ends) != 2 or ends[1] - ends[0] != tensor.num_bytes:
             entry.fail("shape and data_offsets do not agree")
-        pieces[name] = layout.StoredPiece(layout.whole(tensor), first + ends[0], BLOCK_BYTES, None)
+        pieces[name] = layout.StoredPiece(layout.whole_tensor(tensor), first + ends[0], BLOCK_BYTES, None)
     arrays = FileArrays(path, pieces)
     return arrays, {name: stored.piece.tensor.dtype for name, stored in pieces.items()}
 

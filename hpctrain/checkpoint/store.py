@@ -14,7 +14,7 @@ from hpctrain.checkpoint.checkpoint_folder import CheckpointFolder
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.checkpoint.format.shard import host_buffer
 from hpctrain.checkpoint.object_state import restore
-from hpctrain.checkpoint.reading import Loaded, Use, load_newest, opened
+from hpctrain.checkpoint.reading import Loaded, Use, load_newest, open_checkpoint
 from hpctrain.checkpoint.resume_compat import model_changes
 from hpctrain.checkpoint.saver import Saver, array_tensors
 from hpctrain.checkpoint.weight_files import MODEL
@@ -115,7 +115,7 @@ class CheckpointStore(CheckpointFolder):
         Raises:
             DamagedCheckpoint, UnreadableCheckpoint, UserError: it cannot be read; also raised on access to arrays.
         """
-        with self.whole(step), opened(self.path, step) as loaded:
+        with self.whole(step), open_checkpoint(self.path, step) as loaded:
             yield loaded
 
     def candidates(self, step: int | str | None) -> list[Path]:

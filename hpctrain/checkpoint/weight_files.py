@@ -27,7 +27,7 @@ OF_FOLDERS = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetenso
 """Names of single-file Hugging Face models and PEFT adapters in a folder, and of DCP's list of chunks."""
 
 
-def joined(parts: Iterable[Weights], prefix: str = "") -> Weights:
+def join_weights(parts: Iterable[Weights], prefix: str = "") -> Weights:
     """Merge the weights whose names start with ``prefix``, by name without ``model/``."""
     places: dict[str, Place] = {}
     dtypes: dict[str, str] = {}
@@ -38,10 +38,10 @@ def joined(parts: Iterable[Weights], prefix: str = "") -> Weights:
     return Weights(DerivedArrays(places), dtypes)
 
 
-def opened_files(path: str) -> Weights | None:
+def open_weight_files(path: str) -> Weights | None:
     """Open the weights of a folder of Hugging Face or DCP, or of a file; None for other folders."""
     files = retry_files(partial(files_of, Path(path)))
-    return joined(map(weights_of_file, files)) if files else None
+    return join_weights(map(weights_of_file, files)) if files else None
 
 
 def weights_of_file(path: Path) -> Weights:

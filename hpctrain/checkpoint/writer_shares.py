@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hpctrain.checkpoint.format.boxes import Box, Coordinates
-from hpctrain.checkpoint.format.layout import TensorPiece, TensorSpec, check_tensors, partition, tiles, whole
+from hpctrain.checkpoint.format.layout import TensorPiece, TensorSpec, check_tensors, partition, tiles, whole_tensor
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from hpctrain.train.saved_arrays import lies_in
@@ -50,9 +50,9 @@ def share_of(
         pieces += [(index_of[piece.tensor.name], piece) for piece in mine]
     pieces += pieces_of_cut([(index, spec, tensors[index].cut) for index, spec in placed[Placement.CUT]])
     if copies.rank == 0:
-        pieces += [(index, whole(spec)) for index, spec in placed[Placement.RANK]]
+        pieces += [(index, whole_tensor(spec)) for index, spec in placed[Placement.RANK]]
     if group.rank == 0:
-        pieces += [(index, whole(spec)) for index, spec in placed[Placement.FIRST]]
+        pieces += [(index, whole_tensor(spec)) for index, spec in placed[Placement.FIRST]]
 
     tiled = [(index, tile) for index, piece in pieces for tile in tiles_of(tensors[index], piece)]
     return tiled, total_bytes

@@ -22,8 +22,8 @@ from hpctrain.checkpoint.export import (
 )
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.checkpoint.format.strict_json import JsonReader
-from hpctrain.checkpoint.inspect import everything, summary_tree, tensor_differences, tensor_summaries
-from hpctrain.checkpoint.mirror import locate
+from hpctrain.checkpoint.inspect import all_arrays, summary_tree, tensor_differences, tensor_summaries
+from hpctrain.checkpoint.mirror import locate_checkpoint
 from hpctrain.checkpoint.reading import Loaded
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.verify import verify_checkpoint
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 def ls(args: argparse.Namespace) -> int:
     """Lists checkpoints by their manifests."""
 
-    store, only = locate(args.path)
+    store, only = locate_checkpoint(args.path)
     rows = [describe(store, step) for step in store.steps() if only in (None, step)]
     for beaten in [row for row in rows if row.get("best")][:-1]:
         beaten["best"] = False
@@ -133,7 +133,7 @@ def local_time(seconds: Any) -> str:
 def verify(args: argparse.Namespace) -> int:
     """Reads all data and compares checksums."""
 
-    store, only = locate(args.path, args.step)
+    store, only = locate_checkpoint(args.path, args.step)
     verdicts = [verify_checkpoint(store, step) for step in store.steps() if only in (None, step)]
     rows = [{**dataclasses.asdict(one), "sound": not one.problems} for one in verdicts]
     foreign_text.answer(args.json, rows, (f"{one.path}: {'; '.join(one.problems) or 'intact'}" for one in verdicts))
@@ -161,7 +161,7 @@ def diff(args: argparse.Namespace) -> int:
 
     with opened(args.first) as first, opened(args.second) as second:
         found = tensor_differences(first, second)
-        in_both = everything(first).keys() & everything(second).keys()
+        in_both = all_arrays(first).keys() & all_arrays(second).keys()
         same = len(in_both) - sum(not one.kind.startswith("only") for one in found)
     amounts = [f" ({one.changed} differ, by at most {one.largest})" if one.changed else "" for one in found]
     lines = [f"{one.name}: {one.kind}{amount}" for one, amount in zip(found, amounts, strict=True)]
@@ -288,5 +288,5 @@ def saved_task(loaded: Loaded) -> tuple[Task, Dataset | Stream, Recipe, str]:
 def opened(path: str, step: int | str | None = None) -> AbstractContextManager[Loaded]:
     """Opens the checkpoint that the user names; if the newest is damaged, no older one takes its place."""
 
-    store, found = locate(path, step)
+    store, found = locate_checkpoint(path, step)
     return store.opened(store.steps()[-1] if found is None else found)

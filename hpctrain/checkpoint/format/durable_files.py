@@ -83,7 +83,7 @@ def reading(path: Path) -> Iterator[int]:
     """Open a regular file of a checkpoint for reading; yields a descriptor. Also converts errors in the body.
 
     Raises:
-        DamagedCheckpoint, UnreadableCheckpoint, UserError: see ``judged``.
+        DamagedCheckpoint, UnreadableCheckpoint, UserError: see ``reading_error``.
     """
     try:
         descriptor = open_regular(path)
@@ -92,10 +92,10 @@ def reading(path: Path) -> Iterator[int]:
         finally:
             os.close(descriptor)
     except (OSError, MemoryError) as error:
-        raise judged(error, path) from error
+        raise reading_error(error, path) from error
 
 
-def judged(error: OSError | MemoryError, path: Path) -> DamagedCheckpoint | UnreadableCheckpoint | UserError:
+def reading_error(error: OSError | MemoryError, path: Path) -> DamagedCheckpoint | UnreadableCheckpoint | UserError:
     """Classify an error of reading: the file is unreadable now, damaged, or not accessible to this user."""
     if not isinstance(error, OSError):
         return UnreadableCheckpoint(f"{path} cannot be read now: it does not fit into memory")
@@ -125,15 +125,15 @@ def is_absent(path: str | Path) -> bool:
     return False
 
 
-def listed(path: Path) -> list[str]:
+def names_in_folder(path: Path) -> list[str]:
     """Names in a folder; empty if there is no folder.
 
     Raises:
-        UnreadableCheckpoint, UserError: see ``judged``.
+        UnreadableCheckpoint, UserError: see ``reading_error``.
     """
     try:
         return os.listdir(path)
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise judged(error, path) from error
+        raise reading_error(error, path) from error

@@ -121,7 +121,7 @@ class TensorPiece:
 def rows_of(tensor: TensorSpec, first: int, count: int) -> TensorPiece:
     """A piece of consecutive rows of a tensor; for a scalar, all of it."""
     if not tensor.shape:
-        return whole(tensor)
+        return whole_tensor(tensor)
     return TensorPiece(tensor, Box((first, *(0,) * (len(tensor.shape) - 1)), (count, *tensor.shape[1:])))
 
 
@@ -134,7 +134,7 @@ def named_apart(pieces: Sequence[TensorPiece]) -> list[TensorPiece]:
     ]
 
 
-def whole(tensor: TensorSpec) -> TensorPiece:
+def whole_tensor(tensor: TensorSpec) -> TensorPiece:
     """A piece that is a whole tensor."""
     return TensorPiece(tensor, everything(tensor.shape))
 
@@ -222,7 +222,7 @@ def parents_of(name: str) -> set[str]:
     return {"/".join(parts[:count]) for count in range(1, len(parts))}
 
 
-def converted(array: Array, dtype: str, wanted: str) -> Array:
+def convert_values(array: Array, dtype: str, wanted: str) -> Array:
     """Convert an array between logical floating-point types; values are rounded if the new type is narrower."""
     return array if dtype == wanted else items_of(numbers_of(array, dtype), wanted)
 

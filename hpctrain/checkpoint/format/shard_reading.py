@@ -22,7 +22,7 @@ import numpy as np
 
 from hpctrain.checkpoint.format import shard_index
 from hpctrain.checkpoint.format.boxes import Box, boxes_between, position, run_axis, span
-from hpctrain.checkpoint.format.durable_files import crc32, judged, open_regular, read_at, reading
+from hpctrain.checkpoint.format.durable_files import crc32, open_regular, read_at, reading, reading_error
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, DamagedCheckpoint, Shard, StoredPiece
 from hpctrain.checkpoint.format.shard import blocks_of, gaps
 from hpctrain.system.array_types import Array, Bytes
@@ -234,7 +234,7 @@ class ShardFiles:
             self.checks.finish(path)
         except (OSError, MemoryError) as error:
             self.close()  # so that a retry opens the files again: a file server's handles may be stale
-            raise judged(error, path) from error
+            raise reading_error(error, path) from error
 
     def read_whole(self, shard: Shard, stored: StoredPiece) -> Array:
         """Read all values of a piece. Raises as ``read``."""
@@ -247,7 +247,7 @@ class ShardFiles:
         try:
             return np.empty(shape, ITEM_TYPES[dtype])
         except MemoryError as error:
-            raise judged(error, self.folder) from error
+            raise reading_error(error, self.folder) from error
 
     def close(self) -> None:
         """Close all files; the next read opens them again."""

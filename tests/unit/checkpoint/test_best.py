@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpctrain.checkpoint.mirror import locate
+from hpctrain.checkpoint.mirror import locate_checkpoint
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.errors import UserError
 from hpctrain.run.resolve_run import step
@@ -16,10 +16,10 @@ def test_best_is_the_newest_checkpoint_that_was_the_best(best, tmp_path):
         store.save({"model/w": np.full(2, number)}, {"best": number in best}, number)
     store.close()
     if not best:
-        for call in (lambda: store.load_into(lambda _: {}, "best"), lambda: locate(f"{tmp_path}/best")):
+        for call in (lambda: store.load_into(lambda _: {}, "best"), lambda: locate_checkpoint(f"{tmp_path}/best")):
             with pytest.raises(UserError, match="has no best checkpoint"):
                 call()
         return
-    assert locate(str(tmp_path), "best")[1] == locate(f"{tmp_path}/best")[1] == 2
+    assert locate_checkpoint(str(tmp_path), "best")[1] == locate_checkpoint(f"{tmp_path}/best")[1] == 2
     assert store.load_into(lambda _: {}, "best").step == 2
     assert step("best") == "best" and step("7") == 7

@@ -16,7 +16,7 @@ from hpctrain.checkpoint.format.layout import DamagedCheckpoint
 from hpctrain.checkpoint.initial import load_initial
 from hpctrain.checkpoint.initial_match import WeightSource
 from hpctrain.checkpoint.lora import Weights
-from hpctrain.checkpoint.weight_files import opened_files
+from hpctrain.checkpoint.weight_files import open_weight_files
 from hpctrain.comm.world import alone
 from hpctrain.errors import UserError
 
@@ -46,7 +46,7 @@ def saved(state: Mapping[str, Any], folder: Path) -> Path:
 
 
 def opened(folder: Path) -> Weights:
-    weights = opened_files(str(folder))
+    weights = open_weight_files(str(folder))
     assert weights is not None
     return weights
 

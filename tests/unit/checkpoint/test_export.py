@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from hpctrain.checkpoint import safetensors as ours
 from hpctrain.checkpoint.export import write_whole
-from hpctrain.checkpoint.format.layout import DamagedCheckpoint, converted
+from hpctrain.checkpoint.format.layout import DamagedCheckpoint, convert_values
 from hpctrain.checkpoint.initial import load_initial
 from hpctrain.checkpoint.initial_match import Match, WeightSource, match_names
 from hpctrain.checkpoint.store import CheckpointStore, open_saver
@@ -288,16 +288,17 @@ def test_no_match_at_all_is_an_error(digits, tmp_path):
 
 def test_no_nan_becomes_a_number_in_bfloat16():
     array = np.array([0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000, 0x7F800001], np.uint32).view(np.float32)  # CUDA's comes first
-    assert np.isnan(converted(converted(array, "float32", "bfloat16"), "bfloat16", "float32")).all()
+    assert np.isnan(convert_values(convert_values(array, "float32", "bfloat16"), "bfloat16", "float32")).all()
 
 
 @given(st.floats(width=32, allow_nan=False))
 def test_conversion_to_bfloat16_rounds_as_torch_does(value):
     array = np.array([value], np.float32)
     expected = torch.from_numpy(array).to(torch.bfloat16)
-    assert converted(array, "float32", "bfloat16").view(np.int16)[0] == expected.view(torch.int16)[0]
+    assert convert_values(array, "float32", "bfloat16").view(np.int16)[0] == expected.view(torch.int16)[0]
     assert (
-        converted(expected.view(torch.int16).numpy().view(np.uint16), "bfloat16", "float32")[0] == expected.float()[0]
+        convert_values(expected.view(torch.int16).numpy().view(np.uint16), "bfloat16", "float32")[0]
+        == expected.float()[0]
     )
 
 

@@ -18,7 +18,7 @@ from hpctrain.checkpoint.initial_match import Match, WeightSource, renamed, requ
 from hpctrain.checkpoint.lora import merge_lora
 from hpctrain.checkpoint.reporter import lines_about
 from hpctrain.checkpoint.store import CheckpointStore, open_saver
-from hpctrain.checkpoint.weight_files import files_of, joined, weights_of_file
+from hpctrain.checkpoint.weight_files import files_of, join_weights, weights_of_file
 from hpctrain.cli import main
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import alone
@@ -408,7 +408,7 @@ def test_torch_dcp_reads_such_folders_and_writes_them(tmp_path, monkeypatch, cli
     dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(out)))
     places = {name: 1 + number % 2 for number, name in enumerate(found)}
     dcp.save(found, storage_writer=dcp.HuggingFaceStorageWriter(str(back), fqn_to_index_mapping=places))
-    read = joined(map(weights_of_file, files_of(back))).arrays
+    read = join_weights(map(weights_of_file, files_of(back))).arrays
     assert found.keys() == names.keys() == set(read)
     for name, file in names.items():
         assert np.array_equal(found[name].numpy(), load_file(out / file)[name])

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from hpctrain.checkpoint.format import layout as module
 from hpctrain.checkpoint.format.boxes import Box, tiling_problem
-from hpctrain.checkpoint.format.layout import TensorPiece, TensorSpec, named_apart, partition, rows_of, tiles, whole
+from hpctrain.checkpoint.format.layout import (
+    TensorPiece,
+    TensorSpec,
+    named_apart,
+    partition,
+    rows_of,
+    tiles,
+    whole_tensor,
+)
 from hpctrain.checkpoint.writer_shares import pieces_of_cut
 from hpctrain.train.state import Cut
 from tests.support import tilings
@@ -122,7 +130,7 @@ def test_small_tensors_are_not_cut_into_tiles():
 def test_pieces_of_one_tensor_in_a_shard_have_names_of_their_own():
     alone, cut = TensorSpec("alone", (2,), "float32"), TensorSpec("cut", (4, 3), "float32")
     parts = [TensorPiece(cut, Box((0, 0), (1, 3))), TensorPiece(cut, Box((2, 0), (2, 3)))]
-    assert [piece.path for piece in named_apart([whole(alone), *parts])] == ["alone", "cut[0, 0]", "cut[2, 0]"]
+    assert [piece.path for piece in named_apart([whole_tensor(alone), *parts])] == ["alone", "cut[0, 0]", "cut[2, 0]"]
 
 
 @pytest.mark.parametrize(("into", "row"), [(24, 0), (40, 1), (88, 1), (104, 2), (120, 2)])

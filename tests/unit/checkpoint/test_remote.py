@@ -21,7 +21,7 @@ from hpctrain.checkpoint import remote as remote_module
 from hpctrain.checkpoint.format.layout import UnreadableCheckpoint
 from hpctrain.checkpoint.objects import ObjectFolder
 from hpctrain.checkpoint.policy import Retention
-from hpctrain.checkpoint.remote import Remote, Sending, look, open_remote
+from hpctrain.checkpoint.remote import Remote, Sending, list_store, open_remote
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.cli import main
 from hpctrain.comm.group import Group
@@ -92,7 +92,7 @@ class Site:
 
     def steps(self) -> list[int]:
         """In the store."""
-        return sorted(look(ObjectFolder(self.url)).folders)
+        return sorted(list_store(ObjectFolder(self.url)).folders)
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def test_a_store_that_cannot_be_asked_stops_only_a_run_that_has_nothing_else(the
 
 def test_half_an_object_and_a_missing_one_are_passed_over(site):
     site.loses_all()
-    folders = look(site.remote.objects).folders
+    folders = list_store(site.remote.objects).folders
     store = Path(site.url.removeprefix("file://"))
     (shard,) = (store / folders[32]).glob("*.h5")
     shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
@@ -280,7 +280,7 @@ def test_killed_eight_times_while_it_sends_the_newest_whole_one_is_always_readab
     done = subprocess.run(words, capture_output=True, text=True, timeout=500)
     object_store.fail("", 0)
     assert done.returncode == 0 and int(done.stdout.split()[-1]) > 4, done.stdout + done.stderr
-    there = look(ObjectFolder(url))
+    there = list_store(ObjectFolder(url))
     assert len(there.folders) >= 2 and main(["ckpt", "verify", url]) == 0
 
 
@@ -292,7 +292,7 @@ def test_an_old_attempt_that_comes_back_writes_nothing_that_counts(site):
     with pytest.raises(Replaced, match="another attempt"):
         old._commit(Sending(17, site.folder / "step-000000017"))
     old.objects.create(f"step-000000099-{old.token}/manifest.json", b"of an attempt that had asked just before")
-    there = look(site.remote.objects)
+    there = list_store(site.remote.objects)
     assert sorted(there.folders) == [8, 16, 17] and there.folders[17].endswith(site.remote.token)
 
 
@@ -303,7 +303,7 @@ def folders(site: Site) -> list[str]:
 
 def test_what_an_older_attempt_has_that_does_not_count_goes_once_the_run_has_come_as_far(site):
     site.loses_all()
-    stale = look(site.remote.objects).folders[32]
+    stale = list_store(site.remote.objects).folders[32]
     (shard,) = Path(site.url.removeprefix("file://"), stale).glob("*.h5")
     shard.write_bytes(b"damaged")
     site.attempt(steps=28)
@@ -332,10 +332,10 @@ def test_an_old_attempt_removes_nothing_of_a_newer_one(site):
     site.attempt(steps=17)
     name = f"step-000000024-{site.remote.token}/shard-00000-of-00001.h5"
     site.remote.objects.create(name, b"on its way")
-    there = look(site.remote.objects)
+    there = list_store(site.remote.objects)
     with pytest.raises(Replaced, match="another attempt"):
         old._clear(there, 17)
-    assert look(site.remote.objects).sizes == there.sizes
+    assert list_store(site.remote.objects).sizes == there.sizes
 
 
 def test_a_store_without_conditional_requests_is_used_as_far_as_it_goes(there, monkeypatch):
@@ -392,7 +392,7 @@ def test_ranks_share_sending_and_fetching(tmp_path):
         return run.attempt(steps=steps).weight, run
 
     in_threads(3, partial(train, steps=20))
-    there = look(ObjectFolder(str(config.url)))
+    there = list_store(ObjectFolder(str(config.url)))
     assert 20 in there.folders and len(there.files(20)) == 4
     shutil.rmtree(tmp_path / "checkpoints")
     ended = in_threads(3, partial(train, steps=30))

@@ -29,7 +29,7 @@ from hpctrain.checkpoint.format.layout import (
     TensorPiece,
     TensorSpec,
     check_tensors,
-    whole,
+    whole_tensor,
 )
 from hpctrain.checkpoint.format.shard import ShardImage, skeleton, view_of
 from hpctrain.checkpoint.format.shard_index import parse_text
@@ -45,7 +45,7 @@ def fill(image: ShardImage, seed: int = 0) -> None:
 
 
 def image_of(*tensors: TensorSpec) -> ShardImage:
-    image = ShardImage(skeleton([whole(tensor) for tensor in tensors]))
+    image = ShardImage(skeleton([whole_tensor(tensor) for tensor in tensors]))
     fill(image)
     return image
 
@@ -127,7 +127,7 @@ def test_every_block_has_the_checksum_that_zlib_gives_it(tmp_path, columns):
     """Blocks begin where pieces do, so nearly all of them lie in two of the blocks that are written in one go."""
     wide = TensorSpec("wide", (90_000, 7), "float64")
     part = TensorPiece(wide, Box((5, 0), (80_001, columns)))
-    pieces = [whole(TensorSpec("first", (3,), "int8")), part, *map(whole, ODD_SHAPES)]
+    pieces = [whole_tensor(TensorSpec("first", (3,), "int8")), part, *map(whole_tensor, ODD_SHAPES)]
     image = ShardImage(skeleton(pieces))
     for seed in (1, 2):
         fill(image, seed)
@@ -242,7 +242,7 @@ def test_a_limit_on_files_is_told():
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     try:
         with pytest.raises(OSError, match="too large"):
-            skeleton([whole(TensorSpec("w", (1 << 19,), "float32"))])
+            skeleton([whole_tensor(TensorSpec("w", (1 << 19,), "float32"))])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.checkpoint.mirror import locate
+from hpctrain.checkpoint.mirror import locate_checkpoint
 from hpctrain.errors import UserError
 from hpctrain.run import resolve_run
 from hpctrain.run.folder import RunDir
@@ -75,7 +75,7 @@ def test_commands_for_one_run_refuse_an_array(array, command, cli):
 
 @pytest.mark.parametrize(("typed", "step"), [("wave", None), ("wave.yaml", None), ("wave/checkpoints", None)])
 def test_checkpoints_are_found_from_wherever_one_points(run, typed, step):
-    store, found = locate(str(run.path.parent / typed))
+    store, found = locate_checkpoint(str(run.path.parent / typed))
     assert (store.path, found) == (run.checkpoints, step)
 
 
