@@ -71,7 +71,7 @@ def retry_or_fail(use: Callable[[], T]) -> T:
 
 
 def _passes(error: Exception) -> bool:
-    """Whether a file server is down that nobody has waited for in vain."""
+    """Whether a file server is down, and no caller has waited for it in vain."""
     cause = error if isinstance(error, OSError) else error.__cause__
     return isinstance(cause, OSError) and cause.errno in AWAY and not isinstance(error, StaysDown)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.backends.torch.torch_framework import sum_and_weight
+from hpctrain.backends.torch.steps.batch_metrics import sum_and_weight
 from hpctrain.comm.world import alone
 from hpctrain.commands.doctor import trial
 from hpctrain.config.sections import CheckpointConfig, Config, ReduceConfig, TrainConfig
