@@ -20,6 +20,7 @@ from tests.support.command import (
     HPCTRAIN,
     assert_explained,
     endings,
+    environment,
     events,
     hpctrain,
     misbehaving_run,
@@ -30,6 +31,7 @@ from tests.support.command import (
     write_run,
 )
 from tests.support.mpi import LAUNCH_S, PATIENCE_S, Result, rank_environment, run_in_group
+from tests.support.warm_ranks import variables
 from tests.tasks import combined_tasks
 
 pytestmark = pytest.mark.world_size(2)
@@ -106,7 +108,8 @@ def test_weights_that_are_not_numbers_are_not_saved(tmp_path, mode):
 
 
 def test_a_step_that_raises_under_plain_mpirun(tmp_path, mpirun):
-    result = mpirun(2, "hpctrain", "train", misbehaving_run(tmp_path, "raise"), check=False)
+    forked = variables("torch", environment())
+    result = mpirun(2, "hpctrain", "train", misbehaving_run(tmp_path, "raise"), env=forked, check=False)
     assert result.returncode != 0
     assert result.stderr.count("ValueError: bad sample") == 1, result.output
     assert "Traceback" not in result.output
