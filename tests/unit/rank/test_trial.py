@@ -273,7 +273,7 @@ def test_names_and_objects_are_the_functions():
         problem = make_problem(config_of(wrong_torch_tasks, which), alone())
         outputs, target = torch.eye(3), torch.tensor([0, 2, 1])
         total, weight = sum_and_weight(problem.task.loss(outputs, {"x": outputs, "y": target}), 3)
-        losses.append(total / weight)
+        losses.append(float(total / weight))
     assert losses == pytest.approx([losses[0]] * len(losses))  # a sum divided later rounds differently
 
 
