@@ -66,9 +66,16 @@ class Replica:
     def connect(self, address: str, port: int) -> None:
         """Connect to the next node. Raises OSError."""
         self.next = address, port
-        self.stream = socket.create_connection(self.next, GREETING_S)
-        shake_hands(self.stream, self.token, calls=True)
-        self.stream.settimeout(SILENCE_S)
+        stream = socket.create_connection(self.next, GREETING_S)
+        try:
+            shake_hands(stream, self.token, calls=True)
+            stream.settimeout(SILENCE_S)
+            if self.next is None:
+                raise ConnectionError("closed while it connected")
+        except BaseException:
+            stream.close()
+            raise
+        self.stream = stream
 
     def send(self, path: Path) -> None:
         """Send a shard; returns when the next node has stored it. Raises OSError."""

@@ -110,13 +110,17 @@ def elements(run_file: str, overrides: Sequence[str], words: Sequence[str]) -> l
     lists = [word for word in words if "=" not in word or os.path.exists(word)]  # no OSError if too long for a path
     axes = [f"--{word.removeprefix('--')}" for word in words if word not in lists]
     points = [[*overrides, *options] for options in combinations(axes, lists)]
-    return [point.config for point in points_of(run_file, points)] if words else []
+    return [point.config for point in points_of(run_file, points, moves=False)] if words else []
 
 
-def points_of(run_file: str, options: Sequence[Sequence[str]]) -> list[Point]:
+def points_of(run_file: str, options: Sequence[Sequence[str]], moves: bool = True) -> list[Point]:
     """Returns the points, each in the folder that an earlier call gave it, or in the next free one.
 
-    If there is a single run of the sweep's name, the sweep's is that with ``-sweep``.
+    Args:
+        run_file: the run file.
+        options: the overrides of each point.
+        moves: if there is a single run of the sweep's name, and no point, whether the sweep's name is that with
+            ``-sweep``. Not for job arrays, whose scripts name the folder.
 
     Raises:
         UserError: a point is not a valid run, two are the same, name or run_dir is swept, or the sweep's folder
@@ -126,7 +130,8 @@ def points_of(run_file: str, options: Sequence[Sequence[str]]) -> list[Point]:
     named = dict.fromkeys(option.removeprefix("--") for words in options for option, _ in options_of(words))
     keys = [key for key in named if any(value_of(one, key) != value_of(configs[0], key) for one in configs)]
     name, run_dir = configs[0].name, configs[0].run_dir
-    if RunDir.of(name, run_dir).has_begun:
+    single = RunDir.of(name, run_dir)
+    if moves and single.has_begun and not resolve_run.elements_of(single):
         name, run_dir = f"{name}-sweep", run_dir and f"{run_dir}-sweep"
     parent = RunDir.of(name, run_dir)
     if parent.has_begun or any(key in ("name", "run_dir") for key in keys):

@@ -54,13 +54,15 @@ AT_ONCE = threading.Event()
 def leave(code: int) -> NoReturn:
     """Ends this process; after a failure without waiting for threads that the user's code has left behind."""
     others = [each for each in threading.enumerate() if each is not threading.main_thread() and not each.daemon]
-    left = False
-    if code not in (0, 75):
-        for each in others:
-            each.join(THREAD_GRACE_S)
-        left = any(each.is_alive() for each in others)
+    has_failed = code not in (0, 75)
+    for each in others if has_failed or AT_ONCE.is_set() else ():
+        each.join(THREAD_GRACE_S if has_failed else None)
+    left = any(each.is_alive() for each in others) and has_failed
     if AT_ONCE.is_set() and not left:
-        atexit._run_exitfuncs()  # MPI's among them
+        atexit._run_exitfuncs()
+        mpi = sys.modules.get("mpi4py.MPI")  # which the interpreter would finalize after these, and after destructors
+        if mpi and mpi.Is_initialized() and not mpi.Is_finalized():
+            mpi.Finalize()
     if AT_ONCE.is_set() or left:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from hpctrain.errors import HpctrainError, UserError, kind_of
+from hpctrain.errors import HpctrainError, UserError, foreign_errors, kind_of
 from hpctrain.system.user_errors import own_line, shapes, words
 from hpctrain.train.metrics import Arrays, Meter, Metric, MetricState, Seen
 
@@ -126,7 +126,9 @@ def entries_of(metrics: Mapping[str, Any]) -> dict[str, Entry]:
 
 
 def require_metrics(names: Sequence[str], metrics: Mapping[str, Any]) -> None:
-    """Raises UserError if ``train.metrics`` has other names than these metrics."""
+    """Raises UserError if ``train.metrics`` has other names than these metrics, or one that a step's report has."""
+    if taken := {"loss", "grad_norm"} & set(names):
+        raise UserError(f"train.metrics has {min(taken)!r}, which each step reports", "give the metric another name")
     unknown = next((name for name in names if name not in metrics), None)
     if unknown is not None:
         fix = f"name one of {', '.join(sorted(metrics))}" if metrics else "give the task metrics="
@@ -136,8 +138,16 @@ def require_metrics(names: Sequence[str], metrics: Mapping[str, Any]) -> None:
 def copied(metric: Any) -> Any:
     """A metric for training batches, whose state is not that of the given one: evaluations begin that again."""
     if isinstance(metric, Selected):
-        return replace(metric, metric=copy.deepcopy(metric.metric))
-    return copy.deepcopy(metric) if is_stateful(metric) else metric
+        return replace(metric, metric=copied(metric.metric))
+    if not is_stateful(metric):
+        return metric
+
+    def failed(error: Exception) -> UserError:
+        fix = "let copy.deepcopy copy it: Keras does that with what @keras.saving.register_keras_serializable() names"
+        return UserError(f"train.metrics: {kind_of(metric)} cannot be copied: {error}", fix)
+
+    with foreign_errors(failed):
+        return copy.deepcopy(metric)
 
 
 class MetricMeter:

@@ -60,7 +60,7 @@ class MappedArray:
         num_bytes = self.array[:1].nbytes
         for begin in (self.begin + indices * num_bytes).tolist():
             for page in range(begin - begin % mmap.PAGESIZE, begin + num_bytes, ADVISED_BYTES):
-                with contextlib.suppress(OSError):  # it is advice: the copy reports a real error
+                with contextlib.suppress(OSError, ValueError):  # it is advice: the copy reports a real error
                     self.mapping.madvise(mmap.MADV_WILLNEED, page, min(ADVISED_BYTES, begin + num_bytes - page))
 
     def check(self) -> None:

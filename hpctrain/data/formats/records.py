@@ -7,6 +7,7 @@ import json
 import os
 import tarfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -130,7 +131,8 @@ class UnchangedFile:
                     what = f"{self.path} has changed since the run opened it"
                     raise UserError(what, "do not change data during a run")
                 for offset, length in parts:  # all at once: otherwise each read waits for the disk in its turn
-                    os.posix_fadvise(file.fileno(), offset, length, os.POSIX_FADV_WILLNEED)
+                    with suppress(OSError):
+                        os.posix_fadvise(file.fileno(), offset, max(1, length), os.POSIX_FADV_WILLNEED)
                 return [read_all(file.fileno(), length, offset) for offset, length in parts]
 
         with file_errors(f"{self.path} cannot be read", "make the file readable on every node"):

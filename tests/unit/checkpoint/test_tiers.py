@@ -453,6 +453,17 @@ def test_a_copy_that_fails_once_costs_one_snapshot(call, tmp_path, monkeypatch, 
     assert nodes.resumed().tier == "memory" and nodes.resumed().step >= 40
 
 
+def test_a_connection_whose_handshake_failed_is_not_used():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        partner = replica.Replica(None, listener, b"its token")  # type: ignore[arg-type]
+        partner.start()
+        own = replica.Replica(None, listener, b"another token")  # type: ignore[arg-type]
+        with pytest.raises(ConnectionError):
+            own.connect(*listener.getsockname())
+        assert own.stream is None
+        partner.close()
+
+
 def test_a_copied_run_folder_has_snapshots_of_its_own(tmp_path):
     """It resumed from those of the original, and removed them."""
     original = Attempts(RunDir(tmp_path / "original"))

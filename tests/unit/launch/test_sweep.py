@@ -123,6 +123,19 @@ def test_the_folder_of_a_single_run_is_left_alone(run_file):
         points(run_file, *GRID)
 
 
+def test_a_sweep_stays_where_its_finished_points_are(run_file):
+    keep(points(run_file, *GRID))
+    Path("runs/wave/attempts").mkdir(parents=True)
+    with pytest.raises(UserError, match="is the folder of a single run"):
+        points(run_file, *GRID)
+
+
+def test_an_array_does_not_take_the_folder_of_a_single_run(run_file):
+    Path("runs/wave/attempts").mkdir(parents=True)
+    with pytest.raises(UserError, match="is the folder of a single run"):
+        elements(run_file, [], ["seed=7,8"])
+
+
 def test_elements_of_an_array_are_points(run_file):
     Path("lines").write_text("# two\n--seed 3 --task_args.of 'a b'\n\n--seed 4  # the second\n")
     found = elements(run_file, ["--launch.slurm.partition", "a,b"], ["optimizer.lr=0.1,0.2", "lines"])

@@ -25,3 +25,15 @@ def test_a_failed_process_may_end_without_destructors():
         program = kept + set_up + LEAVE.format(70)
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stdout) == (70, said)
+
+
+def test_a_process_without_destructors_still_finalizes_mpi():
+    """An attribute of COMM_SELF is deleted by MPI_Finalize. Threads of a run that has not failed are waited for."""
+    program = (
+        "from mpi4py import MPI; key = MPI.Comm.Create_keyval(delete_fn=lambda *of: print('finalized', flush=True)); "
+        "MPI.COMM_SELF.Set_attr(key, 1); import threading, time; "
+        "threading.Thread(target=lambda: (time.sleep(0.3), print('waited for'))).start(); "
+        "from hpctrain.system import python; python.AT_ONCE.set(); python.leave(75)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (75, "waited for\nfinalized\n")

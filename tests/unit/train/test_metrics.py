@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -65,12 +66,14 @@ def test_metrics_of_training_batches_are_named_and_keep_their_own_state():
         require_metrics(["accuracy", "acc"], {"accuracy": max, "auc": max})
     assert caught.value.fix == "name one of accuracy, auc"
     require_metrics(["auc"], {"accuracy": max, "auc": max})
+    with pytest.raises(UserError, match="'loss', which each step reports"):
+        require_metrics(["loss"], {"loss": max})
 
     class Seen:
         def __init__(self) -> None:
-            self.batches: list[int] = []
+            self.batches: list[Any] = []
 
-        def update(self, batch: int) -> None:
+        def update(self, batch: Any) -> None:
             self.batches.append(batch)
 
         def compute(self) -> int:
@@ -81,6 +84,9 @@ def test_metrics_of_training_batches_are_named_and_keep_their_own_state():
         own.update(1)
         assert own.compute() == 1 and not given.compute()
     assert copied(max) is max
+    given.update(threading.Lock())
+    with pytest.raises(UserError, match=r"train\.metrics: a Seen cannot be copied"):
+        copied(given)
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,9 @@ class BatchMetrics:
             with self.compute.autocast():
                 found = {name: function(outputs, batch) for name, function in self.functions.items()}
             seen = Seen(outputs, batch, host, to_host)
-            for meter in self.meters.values() if self.counts else ():
-                meter.update(seen)
+            with self.compute.autocast(enabled=False):  # which a pipeline's forward pass may have begun
+                for meter in self.meters.values() if self.counts else ():
+                    meter.update(seen)
         return {name: sum_and_weight(score, samples_of(host)) for name, score in found.items()}
 
 

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from hpctrain import Selected, UserError
+from hpctrain.backends.torch.device import Compute
+from hpctrain.backends.torch.steps.batch_metrics import BatchMetrics
 from hpctrain.backends.torch.torch_framework import on_host
 from hpctrain.backends.torch.torch_metrics import to_host
 from hpctrain.comm.group import Group
@@ -115,3 +117,18 @@ def test_values_that_torch_conjugates_or_negates_later_come_to_the_host(lazy):
 def test_outputs_that_are_no_arrays_are_named(output, kind):
     with pytest.raises(UserError, match=f"past of the model's outputs is .*{kind}"):
         on_host(output, "past")
+
+
+def test_metrics_that_keep_state_compute_in_full_precision_within_a_forward_pass():
+    """As outside of one: a pipeline computes metrics of training batches where its stages run."""
+    found = []
+
+    class Products:
+        def update(self, seen: Any) -> None:
+            found.append((seen.outputs @ seen.outputs).dtype)
+
+    compute = Compute(torch.device("cpu"), torch.bfloat16)
+    metrics = BatchMetrics(compute, {"product": lambda outputs, batch: (outputs @ outputs).sum()}, {0: Products()})
+    with compute.autocast():
+        metrics.scores(torch.eye(3), {}, {"x": np.zeros(3)})
+    assert found == [torch.float32]
