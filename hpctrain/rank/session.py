@@ -19,7 +19,7 @@ from hpctrain.comm.launched import launched_rank
 from hpctrain.comm.world import World, alone, connect, in_grid
 from hpctrain.config.loading import dump
 from hpctrain.config.sections import Config
-from hpctrain.errors import Code, ExitCode, HpctrainError, RunFailed, code_of
+from hpctrain.errors import Code, ExitCode, HpctrainError, NotAllowed, RunFailed, code_of
 from hpctrain.rank.stop_requests import SetUpWatch
 from hpctrain.run import last_words
 from hpctrain.run.attempts import Attempt, Attempts
@@ -252,6 +252,8 @@ class Session:
             error: the error.
             first: the lowest failing rank, if the ranks have agreed on it.
         """
+        if isinstance(error, NotAllowed) and self.word.step:  # it was allowed before: a ticket may have expired
+            error = RunFailed(error.what, error.fix).with_traceback(error.__traceback__)
         what, fix = message(error)
         trace = "".join(traceback.format_exception(error))
         code = exit_code(error)

@@ -8,7 +8,7 @@ import pytest
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import alone
-from hpctrain.errors import RunFailed
+from hpctrain.errors import NotAllowed, RunFailed
 from hpctrain.rank import session
 from hpctrain.rank.session import Session
 from hpctrain.rank.stop_requests import StopSignals
@@ -35,6 +35,15 @@ def test_after_an_exchange_that_was_given_up_there_is_no_other():
         raise ValueError("by this rank")
     assert session.exchange(ValueError("by this rank"), "see who else fails", 3.0) is None
     assert late.asked == 1
+
+
+def test_a_folder_that_could_be_written_before_may_be_again():
+    """As after a ticket of Kerberos has expired: a run that has trained is tried again (70), a start is not (64)."""
+    rank = Session(alone(), Group("errors"), StopSignals())
+    error = NotAllowed("cannot write runs/a", "ask its owner")
+    assert rank.fail(error, 0) == 64
+    rank.reached(5)
+    assert rank.fail(error, 0) == 70
 
 
 def test_a_rank_that_mpi_does_not_connect_is_seen_and_its_log_has_its_stacks(tmp_path, monkeypatch):
