@@ -68,7 +68,7 @@ TOKENS: dict[str, int] = {
     "checkpoint": 52360,
     "monitor": 32321,
     "track": 6576,
-    "rank": 15588,
+    "rank": 15623,
     "programs": 4864,
     "launch": 50675,
     "report": 11597,
