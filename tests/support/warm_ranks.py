@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import io
 import os
 import shutil
 import socket
@@ -121,6 +122,9 @@ def main(path: str, framework: str, init: str = "") -> None:
     assert order is not None, "this process cannot fork"
     _join(order.stand_in, net=CLONE_NEWNET, uts=CLONE_NEWUTS)
     become(order)
+    # By lines, each whole: PYTHONUNBUFFERED's loses the rest of what a signal cuts off while a pipe is full.
+    lines = io.BufferedWriter(io.FileIO(1, "w", closefd=False))
+    sys.stdout = io.TextIOWrapper(lines, encoding="utf-8", line_buffering=True)
     run(order.argv)
 
 
