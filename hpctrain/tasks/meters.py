@@ -12,7 +12,7 @@ import numpy as np
 
 from hpctrain.errors import HpctrainError, UserError, foreign_errors, kind_of
 from hpctrain.system.user_errors import own_line, shapes, words
-from hpctrain.train.metrics import Arrays, Meter, Metric, MetricState, Seen
+from hpctrain.train.metrics import Arrays, Meter, Metric, MetricState, Seen, is_taken
 
 
 @dataclass(frozen=True)
@@ -127,24 +127,24 @@ def entries_of(metrics: Mapping[str, Any]) -> dict[str, Entry]:
 
 def require_metrics(names: Sequence[str], metrics: Mapping[str, Any]) -> None:
     """Raises UserError if ``train.metrics`` has other names than these metrics, or one that a step's report has."""
-    if taken := {"loss", "grad_norm"} & set(names):
-        raise UserError(f"train.metrics has {min(taken)!r}, which each step reports", "give the metric another name")
+    if taken := next(filter(is_taken, names), None):
+        raise UserError(f"train.metrics has {taken!r}, which each step reports", "give the metric another name")
     unknown = next((name for name in names if name not in metrics), None)
     if unknown is not None:
         fix = f"name one of {', '.join(sorted(metrics))}" if metrics else "give the task metrics="
         raise UserError(f"train.metrics has {unknown!r}, and the task has no such metric", fix)
 
 
-def copied(metric: Any) -> Any:
+def copy_of_metric(metric: Any) -> Any:
     """A metric for training batches, whose state is not that of the given one: evaluations begin that again."""
     if isinstance(metric, Selected):
-        return replace(metric, metric=copied(metric.metric))
+        return replace(metric, metric=copy_of_metric(metric.metric))
     if not is_stateful(metric):
         return metric
 
     def failed(error: Exception) -> UserError:
         fix = "let copy.deepcopy copy it: Keras does that with what @keras.saving.register_keras_serializable() names"
-        return UserError(f"train.metrics: {kind_of(metric)} cannot be copied: {error}", fix)
+        return UserError(f"train.metrics: {kind_of(metric)} cannot be copy_of_metric: {error}", fix)
 
     with foreign_errors(failed):
         return copy.deepcopy(metric)

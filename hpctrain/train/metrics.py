@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from hpctrain.errors import UserError, kind_of
+from hpctrain.run.events import Train
 from hpctrain.run.figures import Curve, Figure, Matrix, is_drawable
 from hpctrain.system.array_types import Array, Floats
 
@@ -152,3 +153,8 @@ def _numbers(name: str, result: Any) -> Floats:
     raise UserError(
         f"metrics[{name!r}] gives {kind}", "return a number, a dict of numbers, hpctrain.Curve or hpctrain.Matrix"
     )
+
+
+def is_taken(name: str) -> bool:
+    """Whether ``train`` events have a field of this name, so that a task's own metric cannot have it."""
+    return name.startswith(("grad_norm", "seconds/")) or any(field.name == name for field in fields(Train))

@@ -12,7 +12,7 @@ import pytest
 
 from hpctrain import Curve, Matrix, Metric, UserError
 from hpctrain.run.figures import Figures, read_figures, write_figures
-from hpctrain.tasks.meters import MetricMeter, Selected, copied, entries_of, require_metrics
+from hpctrain.tasks.meters import MetricMeter, Selected, copy_of_metric, entries_of, require_metrics
 from hpctrain.train.metrics import Arrays, Seen, flattened
 
 
@@ -66,8 +66,9 @@ def test_metrics_of_training_batches_are_named_and_keep_their_own_state():
         require_metrics(["accuracy", "acc"], {"accuracy": max, "auc": max})
     assert caught.value.fix == "name one of accuracy, auc"
     require_metrics(["auc"], {"accuracy": max, "auc": max})
-    with pytest.raises(UserError, match="'loss', which each step reports"):
-        require_metrics(["loss"], {"loss": max})
+    for name in ("loss", "lr", "steps", "grad_norm/g"):
+        with pytest.raises(UserError, match=f"'{name}', which each step reports"):
+            require_metrics([name], {name: max})
 
     class Seen:
         def __init__(self) -> None:
@@ -80,13 +81,13 @@ def test_metrics_of_training_batches_are_named_and_keep_their_own_state():
             return len(self.batches)
 
     given = Seen()
-    for own in (copied(given), copied(Selected(given, max)).metric):
+    for own in (copy_of_metric(given), copy_of_metric(Selected(given, max)).metric):
         own.update(1)
         assert own.compute() == 1 and not given.compute()
-    assert copied(max) is max
+    assert copy_of_metric(max) is max
     given.update(threading.Lock())
-    with pytest.raises(UserError, match=r"train\.metrics: a Seen cannot be copied"):
-        copied(given)
+    with pytest.raises(UserError, match=r"train\.metrics: a Seen cannot be copy_of_metric"):
+        copy_of_metric(given)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from hpctrain.config.features import Feature, used
 from hpctrain.errors import UserError
 from hpctrain.reduce.reducer_choice import ChosenReducer, ReducerChoice
 from hpctrain.tasks.definition import KerasTask, kept_objects
-from hpctrain.tasks.meters import KerasMetric, copied, meters_of
+from hpctrain.tasks.meters import KerasMetric, copy_of_metric, meters_of
 from hpctrain.train.clock import StepClock
 from hpctrain.train.framework import StepSettings
 from hpctrain.train.stateful import Kept
@@ -119,7 +119,7 @@ def assembled(
     else:
         optimizer_step = KerasOptimizerStep(task.optimizer, context.variables, packing, weight_update)
         reducers = ChosenReducer(factory, context.choice, source.unchanged, reducer)
-        own = {name: copied(metric) for name, metric in task.metrics.items() if name in train.metrics}
+        own = {name: copy_of_metric(metric) for name, metric in task.metrics.items() if name in train.metrics}
         meters = meters_of(own, KerasMetric, "Keras", KerasMeter)
         program = LossProgram(context, passes, reducers, optimizer_step, rule, batch_norms, meters)
     return KerasFramework(task, program, evaluator, source)

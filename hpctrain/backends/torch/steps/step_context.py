@@ -18,9 +18,7 @@ from hpctrain.data.order import part_of
 from hpctrain.errors import UserError
 from hpctrain.system.user_errors import calling_line, described
 from hpctrain.train.evaluation import add
-
-RESERVED = ("grad_norm", "seconds/")
-"""Prefixes of names that are reported besides a step's metrics."""
+from hpctrain.train.metrics import is_taken
 
 
 class StepActions(Protocol):
@@ -201,7 +199,7 @@ class StepContext:
                 the optimizers' losses.
             value: a number or a scalar tensor, the mean over the samples; or (sum, weight).
         """
-        if not isinstance(name, str) or not name or name.startswith(RESERVED):
+        if not isinstance(name, str) or not name or (name != "loss" and is_taken(name)):
             raise UserError(
                 f"a step cannot report a metric as {name!r}{calling_line()}", "choose a name such as 'accuracy'"
             )

@@ -54,7 +54,7 @@ from hpctrain.config.sections import TrainConfig
 from hpctrain.errors import UserError
 from hpctrain.reduce.reducer_choice import ChosenReducer, ReducerChoice
 from hpctrain.tasks.definition import TorchTask, kept_objects
-from hpctrain.tasks.meters import TorchMetric, copied, meters_of, require_metrics
+from hpctrain.tasks.meters import TorchMetric, copy_of_metric, meters_of, require_metrics
 from hpctrain.train.clock import StepClock
 from hpctrain.train.framework import StepSettings
 from hpctrain.train.metrics import Meter
@@ -304,7 +304,7 @@ def meters_on(device: torch.device, task: TorchTask) -> Mapping[str, Meter]:
 def training_metrics(task: TorchTask, world: World, compute: Compute, names: Sequence[str]) -> BatchMetrics:
     """Some of the task's metrics, for training batches. Raises UserError for names that it does not have."""
     require_metrics(names, task.metrics)
-    some = dataclasses.replace(task, metrics={name: copied(task.metrics[name]) for name in names})
+    some = dataclasses.replace(task, metrics={name: copy_of_metric(task.metrics[name]) for name in names})
     return BatchMetrics(compute, some.mean_metrics, meters_on(compute.device, some), counts=not world.tensor.rank)
 
 
